@@ -1,0 +1,146 @@
+"""Settings of the store, validated when they are made. Every default stands here, once."""
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import platformdirs
+
+from kvstore.errors import ConfigError
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
+_UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
+
+
+def parse_size(value: int | str, name: str = "size") -> int:
+    """Bytes from an int, or from a string such as ``"512MiB"`` or ``"1.5 GB"``.
+
+    KB, MB, GB and TB are powers of 1000; KiB, MiB, GiB and TiB powers of 1024.
+    """
+    problem = f'{name}: expected bytes or a size like "512MiB" or "50GB", got {value!r}'
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ConfigError(problem)
+    if isinstance(value, int):
+        if value < 0:
+            raise ConfigError(problem)
+        return value
+    match = _SIZE.fullmatch(value.strip())
+    units = {unit.lower(): factor for unit, factor in _UNITS.items()}
+    if match is None or match[2].lower() not in units:
+        raise ConfigError(problem)
+    return math.floor(float(match[1]) * units[match[2].lower()])
+
+
+def cache_home() -> Path:
+    """Where models and default caches live: ``KVSTORE_HOME``, else the user's cache directory."""
+    home = os.environ.get("KVSTORE_HOME")
+    return Path(home).expanduser() if home else platformdirs.user_cache_path("kvstore")
+
+
+def _check_choice(config: Any, name: str, choices: tuple[str, ...]) -> None:
+    if getattr(config, name) not in choices:
+        raise ConfigError(
+            f"{name}: expected one of {', '.join(choices)}, got {getattr(config, name)!r}"
+        )
+
+
+def _check_at_least(config: Any, name: str, least: float) -> None:
+    value = getattr(config, name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
+        raise ConfigError(f"{name}: expected a number of at least {least}, got {value!r}")
+
+
+def _check_watermarks(config: Any, high: str, low: str) -> None:
+    _check_at_least(config, high, 0)
+    _check_at_least(config, low, 0)
+    if not 0 < getattr(config, low) <= getattr(config, high) <= 1:
+        raise ConfigError(
+            f"{low}, {high}: expected 0 < {low} <= {high} <= 1, "
+            f"got {getattr(config, low)} and {getattr(config, high)}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskConfig:
+    """Settings of the disk tier that do not belong to the directory itself."""
+
+    disk_mode: Literal["rw", "ro"] = "rw"
+    durability: Literal["process", "power"] = "process"  # survive kill -9 · also a power cut
+    on_corruption: Literal["set_aside", "raise"] = "set_aside"  # a structurally damaged file
+    codec: str = "raw"
+    group_commit_bytes: int = 16 << 20  # one transaction writes at most this much payload
+    group_commit_s: float = 0.05  # and a block waits at most this long for company
+    disk_high_watermark: float = 0.90  # fill of the map's pages at which eviction starts
+    disk_low_watermark: float = 0.80  # and at which it stops
+    free_space_floor: int | str = "auto"  # bytes left free on the volume; 5 % or 2 GiB, the smaller
+    touch_interval_s: float = 60.0  # a use is recorded again after this long
+    namespace_quota: int | str | None = None  # bytes one model may hold of the directory
+    salt_quota: int | str | None = None  # bytes one salt may hold of a namespace
+
+    def __post_init__(self) -> None:
+        _check_choice(self, "disk_mode", ("rw", "ro"))
+        _check_choice(self, "durability", ("process", "power"))
+        _check_choice(self, "on_corruption", ("set_aside", "raise"))
+        _check_at_least(self, "group_commit_bytes", 1)
+        _check_at_least(self, "group_commit_s", 0)
+        _check_at_least(self, "touch_interval_s", 0)
+        _check_watermarks(self, "disk_high_watermark", "disk_low_watermark")
+        if self.free_space_floor != "auto":
+            parse_size(self.free_space_floor, "free_space_floor")
+        for name in ("namespace_quota", "salt_quota"):
+            if getattr(self, name) is not None:
+                parse_size(getattr(self, name), name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreConfig(DiskConfig):
+    """Settings of a ``BlockStore`` beyond the sizes of its tiers."""
+
+    policy: str = "lru"
+    write_policy: Literal["write_behind", "write_through", "write_back", "min_hits"] = (
+        "write_behind"
+    )
+    load_policy: Literal["auto", "always", "never"] = "auto"
+    dirty_max_age_s: float = 2.0  # a block that disk does not hold is written after this long
+    high_watermark: float = 0.90  # fill of a memory tier at which cleaning by fill starts
+    low_watermark: float = 0.75  # and at which it stops
+    min_hits: int = 2  # write policy min_hits: matches before a block is worth a disk write
+    min_partial_tokens: int = 8  # least saving for which the head of a block is copied
+    staging_bytes: int = 64 << 20  # buffer between the memory tiers and disk
+    max_promote_bytes: int = 256 << 20  # promotions in flight
+    promote_deadline_s: float | None = None  # after this long a request computes instead
+
+    def __post_init__(self) -> None:
+        DiskConfig.__post_init__(self)
+        _check_choice(
+            self, "write_policy", ("write_behind", "write_through", "write_back", "min_hits")
+        )
+        _check_choice(self, "load_policy", ("auto", "always", "never"))
+        _check_at_least(self, "dirty_max_age_s", 0)
+        _check_at_least(self, "min_hits", 1)
+        _check_at_least(self, "min_partial_tokens", 1)
+        _check_at_least(self, "staging_bytes", 1)
+        _check_at_least(self, "max_promote_bytes", 1)
+        _check_watermarks(self, "high_watermark", "low_watermark")
+        if self.promote_deadline_s is not None:
+            _check_at_least(self, "promote_deadline_s", 0)
+
+    @classmethod
+    def of(cls, config: "StoreConfig | Mapping[str, Any] | None") -> "StoreConfig":
+        """From a config, a mapping of its fields, or nothing. Unknown keys are refused."""
+        if isinstance(config, StoreConfig):
+            return config
+        values = dict(config or {})
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ConfigError(
+                f"store_config: unknown {', '.join(unknown)}; known are {', '.join(sorted(known))}"
+            )
+        return cls(**values)
