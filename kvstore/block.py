@@ -82,9 +82,15 @@ class BlockRef:
 
 @dataclass(frozen=True, slots=True)
 class BlockWrite:
-    """One block on its way to a slower tier; ``payload`` is borrowed until the write returns."""
+    """One block on its way to a slower tier; ``payload`` is borrowed until the write returns.
+
+    namespace  32 bytes, the digest of the model identity (``hashing.namespace_id``)
+    salt       digest of the tenant's salt (``hashing.salt_digest``), empty for none
+    """
 
     ref: BlockRef
+    namespace: bytes
+    salt: bytes
     payload: bytes | bytearray | memoryview
 
 
