@@ -1,0 +1,38 @@
+"""A Python engine for long-document question answering over the tiered KV-cache store.
+
+Names are as in vLLM. The public ones load on first use, so that ``engine.config`` can be read
+without importing torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine.document import Document
+    from engine.llm import LLM
+    from engine.request import CompletionOutput, RequestMetrics, RequestOutput
+    from engine.sampling_params import SamplingParams
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Document",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+]
+
+_MODULES = {
+    "LLM": "engine.llm",
+    "CompletionOutput": "engine.request",
+    "Document": "engine.document",
+    "RequestMetrics": "engine.request",
+    "RequestOutput": "engine.request",
+    "SamplingParams": "engine.sampling_params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'engine' has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)

@@ -1,0 +1,122 @@
+"""Settings of an ``LLM``: names and defaults as in vLLM where a setting has the same meaning.
+
+Importable without torch, so that the command can offer every setting as an option at once.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from kvstore.config import StoreConfig, parse_size
+from kvstore.errors import ConfigError
+
+# Arguments of vLLM that have nothing to change here, with the values they are accepted at
+# (None: any value).
+IGNORED_ARGUMENTS: Mapping[str, tuple[Any, ...] | None] = {
+    "tensor_parallel_size": (1,),
+    "pipeline_parallel_size": (1,),
+    "data_parallel_size": (1,),
+    "swap_space": None,
+    "cpu_offload_gb": (0, 0.0),
+    "quantization": (None,),
+    "tokenizer_mode": ("auto",),
+    "enable_chunked_prefill": (True, None),
+    "disable_log_stats": None,
+    "disable_custom_all_reduce": None,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """All keywords of ``LLM`` with their defaults. Sizes are int bytes or ``"512MiB"``.
+
+    model                   transformers directory, hub id, ``.gguf`` file, or ``"demo"``
+    device_cache            bytes of KV blocks on the device; "auto": 2 GiB on CPU,
+                            ``gpu_memory_utilization`` of the free memory on CUDA
+    host_cache              bytes of page-locked host memory; "auto": 4 GiB on CUDA, none on CPU,
+                            where it would be the same memory twice
+    disk_cache              directory of the disk tier, None for no disk tier
+    disk_cache_size         bytes the directory may take; belongs to the directory
+    max_num_batched_tokens  tokens of one forward; longer prompts are prefilled in chunks
+    store_config            ``kvstore.config.StoreConfig`` or a mapping of its fields
+    """
+
+    model: str = "demo"
+    enable_prefix_caching: bool = True
+    block_size: int = 16
+    device: str = "auto"
+    dtype: str = "auto"
+    tokenizer: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    device_cache: int | str = "auto"
+    gpu_memory_utilization: float = 0.9
+    host_cache: int | str = "auto"
+    disk_cache: str | os.PathLike[str] | None = None
+    disk_cache_size: int | str = "50GiB"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    seed: int = 0
+    enforce_eager: bool = False
+    skip_tokenizer_init: bool = False
+    load_policy: Literal["auto", "always", "never"] = "auto"
+    write_policy: Literal["write_behind", "write_through", "write_back", "min_hits"] = (
+        "write_behind"
+    )
+    attention_backend: str = "auto"
+    deterministic: bool = False
+    store_config: StoreConfig | Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.block_size not in (8, 16, 32, 64, 128, 256):
+            raise ConfigError(
+                f"block_size: expected 8, 16, 32, 64, 128 or 256, got {self.block_size!r}"
+            )
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name}: expected an integer of at least 1, got {value!r}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                "max_num_batched_tokens: expected at least max_num_seqs "
+                f"({self.max_num_seqs}), got {self.max_num_batched_tokens}"
+            )
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                "gpu_memory_utilization: expected a fraction in (0, 1], "
+                f"got {self.gpu_memory_utilization!r}"
+            )
+        for name in ("device_cache", "host_cache", "disk_cache_size"):
+            if getattr(self, name) != "auto" or name == "disk_cache_size":
+                parse_size(getattr(self, name), name)
+        self.resolved_store_config()
+
+    def resolved_store_config(self) -> StoreConfig:
+        """``store_config`` with the policies that are arguments of their own put in."""
+        given = self.store_config
+        if isinstance(given, StoreConfig):
+            values = {field.name: getattr(given, field.name) for field in fields(StoreConfig)}
+        else:
+            values = dict(given or {})
+        defaults = EngineConfig.__dataclass_fields__
+        for name in ("load_policy", "write_policy"):
+            if getattr(self, name) != defaults[name].default or name not in values:
+                values[name] = getattr(self, name)
+        return StoreConfig.of(values)
+
+    @classmethod
+    def of(cls, **arguments: Any) -> "EngineConfig":
+        """From keyword arguments; a vLLM argument without meaning here is dropped, others raise."""
+        for name, accepted in IGNORED_ARGUMENTS.items():
+            if name not in arguments:
+                continue
+            value = arguments.pop(name)
+            if accepted is not None and value not in accepted:
+                raise ConfigError(f"{name}: only {accepted[0]!r} is supported, got {value!r}")
+        known = [field.name for field in fields(cls)]
+        unknown = sorted(set(arguments) - set(known))
+        if unknown:
+            raise ConfigError(f"LLM: unknown {', '.join(unknown)}; known are {', '.join(known)}")
+        return cls(**arguments)
