@@ -1,0 +1,119 @@
+"""The torch twins against a float64 attention that is written in the most literal way."""
+
+import pytest
+import torch
+from attention_oracle import Case, attention_cases, expected_attention, make_case, tolerance
+from hypothesis import given, settings
+
+from kernels import reference
+from kernels.block_copy import copy_blocks, gather_blocks, scatter_blocks
+from kernels.cache_write import write_kv
+from kernels.paged_decode import paged_decode
+from kernels.paged_prefill import paged_prefill
+
+
+def prefill(case: Case) -> torch.Tensor:
+    metadata = (case.block_tables, case.cu_seqlens_q, case.seq_lens)
+    return paged_prefill(case.q, case.k_pool, case.v_pool, *metadata, **case.options)
+
+
+def decode(case: Case) -> torch.Tensor:
+    metadata = (case.block_tables, case.seq_lens)
+    return paged_decode(case.q, case.k_pool, case.v_pool, *metadata, **case.options)
+
+
+def assert_answers(case: Case, got: torch.Tensor) -> None:
+    bound = tolerance(case.q.dtype)
+    assert got.dtype == case.q.dtype
+    torch.testing.assert_close(got.double(), expected_attention(case), rtol=bound, atol=bound)
+
+
+@settings(max_examples=100, deadline=None)
+@given(attention_cases(dtypes=(torch.float32, torch.float16), head_dims=(5, 16, 64)))
+def test_prefill_equals_float64_attention(case):
+    assert_answers(case, prefill(case))
+
+
+@settings(max_examples=100, deadline=None)
+@given(attention_cases(dtypes=(torch.float32, torch.float16), head_dims=(5, 16, 64), decode=True))
+def test_decode_equals_float64_attention(case):
+    assert_answers(case, decode(case))
+
+
+@settings(max_examples=40, deadline=None)
+@given(attention_cases(dtypes=(torch.bfloat16,), head_dims=(64,)))
+def test_bfloat16_prefill_is_right_to_its_rounding(case):
+    assert_answers(case, prefill(case))
+
+
+def test_bfloat16_is_multiplied_in_float32_where_the_cpu_has_no_bfloat16_products(monkeypatch):
+    monkeypatch.setattr(reference, "_multiplies_bfloat16", lambda: False)
+    case = make_case([(40, 30), (0, 5)], dtype=torch.bfloat16)
+    got = prefill(case).double()
+    torch.testing.assert_close(got, expected_attention(case), rtol=4e-3, atol=4e-3)
+
+
+def test_metadata_rewritten_in_place_is_planned_anew():
+    """The plan of the previous call may be reused only while the metadata's contents are equal."""
+    first = make_case([(40, 1), (70, 1)], seed=1)
+    decode(first)
+    first.block_tables.numpy()[:] = first.block_tables.flip(0).numpy()
+    first.seq_lens.numpy()[:] = first.seq_lens.flip(0).numpy()
+    assert_answers(first, decode(first))
+
+
+@pytest.mark.parametrize("num_seqs", [1, 7, 40])
+def test_decode_of_many_lengths_pads_into_groups(num_seqs):
+    case = make_case([(13 * i % 300, 1) for i in range(num_seqs)], heads_per_kv=3)
+    assert_answers(case, decode(case))
+
+
+def test_more_new_tokens_than_the_sequence_has_is_refused():
+    case = make_case([(0, 5)])
+    case.seq_lens[0] = 4
+    with pytest.raises(ValueError, match="seq_lens: expected at least the 5 new tokens"):
+        prefill(case)
+
+
+def strided_pool(num_blocks: int = 9) -> torch.Tensor:
+    return torch.randn(num_blocks, 3, 2, 8, 2, 16)[:, 1:]
+
+
+def test_write_kv_fills_slots_and_skips_padding():
+    pool = strided_pool()
+    before = pool.clone()
+    k, v = torch.randn(2, 5, 2, 16)
+    slots = torch.tensor([3, 70, -1, 8, -1])
+    write_kv(k, v, pool[:, 0, 0], pool[:, 0, 1], slots)
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            before[slot // 8, 0, 0, slot % 8] = k[token]
+            before[slot // 8, 0, 1, slot % 8] = v[token]
+    assert torch.equal(pool, before)
+
+
+@pytest.mark.parametrize("part", [slice(None), slice(0, 1), 1])
+def test_gather_then_scatter_moves_blocks_bit_for_bit(part):
+    pool = strided_pool()[:, part]
+    ids = torch.tensor([7, 2, 3], dtype=torch.int32)
+    staged = gather_blocks(pool, ids)
+    assert torch.equal(staged, pool[ids.long()])
+    target = torch.zeros_like(strided_pool())[:, part]
+    scatter_blocks(staged, target, ids.flip(0))
+    assert torch.equal(target[ids.flip(0).long()], staged)
+    untouched = [i for i in range(9) if i not in ids]
+    assert not target[untouched].any()
+
+
+@pytest.mark.parametrize("num_tokens", [None, 0, 5, torch.tensor([8, 0, 3], dtype=torch.int32)])
+def test_copy_blocks_copies_the_first_tokens_only(num_tokens):
+    pool = strided_pool()
+    expected = pool.clone()
+    src, dst = [1, 1, 4], [0, 5, 8]
+    counts = {None: [8] * 3, 0: [0] * 3, 5: [5] * 3}
+    given_counts = isinstance(num_tokens, torch.Tensor)
+    for s, d, n in zip(src, dst, num_tokens if given_counts else counts[num_tokens], strict=True):
+        expected[d, :, :, : int(n)] = expected[s, :, :, : int(n)]
+    to_ids = torch.tensor
+    copy_blocks(pool, to_ids(src).int(), to_ids(dst).int(), num_tokens)
+    assert torch.equal(pool, expected)
