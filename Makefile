@@ -1,0 +1,69 @@
+# make demo        answers questions about two documents, cold and from every tier
+# make test        the tests that a CPU can run, each layer in a process of its own
+# make lint        ruff, formatting, types
+# make clean       removes .venv and what the tools left behind
+#
+# Each of them first brings .venv up to date. Paths stay relative: make cannot hold a space.
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# OpenMP threads that spin at a barrier make one busy background thread cost a factor of ten.
+export GOMP_SPINCOUNT ?= 0
+
+# The stamp is written last and holds the directory it was written in. An interpreter that is gone
+# or a checkout that was moved makes the install unfinished again.
+$(shell [ -x $(PY) ] && [ "$$(cat $(STAMP) 2>/dev/null)" = "$$(pwd -P)" ] || rm -f $(STAMP))
+
+.PHONY: help install demo test test-kvstore test-kernels test-engine test-tools lint clean
+
+help:
+	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
+
+# Without a stamp .venv may hold half a package, which pip would take for a whole one, so it is
+# built anew. With a stamp that is only old, the new requirements are installed on top.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "make: Python 3.11 or \
+	newer is needed; name one with make PYTHON=/path/to/python3")'
+	@if [ -e $(VENV) ] && [ ! -w $(VENV) ]; then \
+	  echo "make: $(VENV) belongs to another user; remove it, or run make as that user" >&2; exit 1; fi
+	@if [ -e $(STAMP) ]; then rm $(STAMP); else \
+	  echo "make: building $(VENV)" >&2; rm -rf $(VENV) && $(PYTHON) -m venv $(VENV); fi
+	@echo "make: installing into $(VENV) (several minutes the first time)" >&2
+	@$(PY) -m pip install --quiet -c constraints.txt torch
+	@$(PY) -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@pwd -P > $(STAMP)
+
+# kernels/ has no __init__.py, so a regular package of that name anywhere on the path hides it.
+install: $(STAMP)
+	@$(PY) -c 'import sys, kernels; sys.exit(kernels.__file__ and f"make: {kernels.__file__} hides \
+	kernels/ of this checkout; remove that package from $(VENV)")'
+
+demo: install
+	@$(PY) examples/demo.py
+
+test: test-kvstore test-kernels test-engine test-tools
+
+test-kvstore: install
+	$(PY) -m pytest tests/kvstore
+
+# A process of its own: Triton reads TRITON_INTERPRET when a kernel module is imported.
+test-kernels: install
+	$(PY) -m pytest tests/kernels
+
+test-engine: install
+	$(PY) -m pytest tests/engine
+
+test-tools: install
+	$(PY) -m pytest tests/tools tests/test_repository.py
+
+lint: install
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+clean:
+	rm -rf $(VENV) .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	find . -name __pycache__ -prune -exec rm -rf {} +
