@@ -1,0 +1,220 @@
+"""How the attention twin goes through a batch: read once per step, used by every layer.
+
+``block_tables``, ``cu_seqlens_q`` and ``seq_lens`` are the same for all layers of a step. Turning
+them into Python numbers and into runs of adjacent blocks takes about a millisecond per hundred
+sequences, so the last plans are kept and reused while the metadata is equal.
+
+Knows nothing of keys, values or queries.
+"""
+
+import itertools
+import threading
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Decode batches sequences of similar length into one padded product; the part that may be padding.
+MAX_PADDING = 0.25
+# Most positions gathered for one padded decode product, padding included.
+MAX_GROUP_POSITIONS = 1 << 15
+# Kept plans: a step has one per window (alternating layers) and per kind of call.
+MAX_PLANS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The blocks that some queries see, in order of position.
+
+    ids   int64 block ids
+    runs  (first block id, index of the first block in ``ids``, number of blocks), adjacent ids
+          merged; empty when so fragmented that picking block by block is cheaper
+    """
+
+    ids: Tensor
+    runs: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Several query tokens of one sequence: rows ``first_row`` to ``last_row`` of q.
+
+    origin   position of the first slot of the first block
+    length   positions from the origin to the end of the sequence
+    """
+
+    first_row: int
+    last_row: int
+    origin: int
+    length: int
+    blocks: Blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One query token each of several sequences, padded to the same number of blocks.
+
+    rows    rows of q, int64 [num_seqs]
+    length  gathered positions per sequence
+    hidden  bool [num_seqs, length]: positions that the query does not see; None when it sees all
+    blocks  the sequences' blocks, one sequence after the other
+    """
+
+    rows: Tensor
+    length: int
+    hidden: Tensor | None
+    blocks: Blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """``zero_rows``: rows of q that belong to a sequence of length 0."""
+
+    chunks: tuple[Chunk, ...]
+    groups: tuple[Group, ...]
+    zero_rows: Tensor | None
+
+
+class _KeptPlans(threading.local):
+    def __init__(self) -> None:
+        self.by_kind: dict[object, tuple[tuple[Tensor | None, ...], Plan]] = {}
+
+
+_kept = _KeptPlans()
+
+
+def plan_attention(
+    block_tables: Tensor,
+    cu_seqlens_q: Tensor | None,
+    seq_lens: Tensor,
+    block_size: int,
+    window: int | None,
+) -> Plan:
+    """The plan of this metadata, from the previous call when the metadata is equal.
+
+    ``cu_seqlens_q`` None means one query token per sequence. Equal by content, not by identity: a
+    caller may rewrite the same tensors every step (through numpy even, where no version counter
+    moves), and a stale plan would be a wrong answer. Comparing takes a few microseconds. Raises
+    ValueError when a sequence has more new tokens than tokens.
+    """
+    kind = (block_size, window, cu_seqlens_q is None)
+    metadata = (block_tables, cu_seqlens_q, seq_lens)
+    kept = _kept.by_kind.get(kind)
+    if kept is not None and all(map(_same, kept[0], metadata)):
+        return kept[1]
+    plan = _make_plan(block_tables, cu_seqlens_q, seq_lens.tolist(), block_size, window)
+    if len(_kept.by_kind) >= MAX_PLANS:
+        _kept.by_kind.clear()
+    _kept.by_kind[kind] = (tuple(None if t is None else t.clone() for t in metadata), plan)
+    return plan
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.device == b.device and torch.equal(a, b)
+
+
+@dataclass(frozen=True, slots=True)
+class _Single:
+    """A sequence with one query token. Fields in the order in which groups are sorted."""
+
+    num_blocks: int  # that the query sees
+    seq: int
+    row: int
+    origin: int
+    length: int  # from the origin
+
+
+def _make_plan(
+    block_tables: Tensor,
+    cu_seqlens_q: Tensor | None,
+    lengths: list[int],
+    block_size: int,
+    window: int | None,
+) -> Plan:
+    firsts = list(range(len(lengths) + 1)) if cu_seqlens_q is None else cu_seqlens_q.tolist()
+    device, tables = block_tables.device, block_tables.to("cpu").long()
+    chunks: list[Chunk] = []
+    singles: list[_Single] = []
+    zero_rows: list[int] = []
+    for seq, seq_len in enumerate(lengths):
+        first, last = firsts[seq], firsts[seq + 1]
+        num_new = last - first
+        if seq_len == 0:
+            zero_rows.extend(range(first, last))
+            continue
+        if num_new > seq_len:
+            raise ValueError(
+                f"seq_lens: expected at least the {num_new} new tokens of sequence {seq}, "
+                f"got {seq_len}"
+            )
+        if num_new == 0:
+            continue
+        first_seen = 0 if window is None else max(0, seq_len - num_new - window + 1)
+        begin, end = first_seen // block_size, -(-seq_len // block_size)
+        origin = begin * block_size
+        if num_new == 1:
+            singles.append(_Single(end - begin, seq, first, origin, seq_len - origin))
+        else:
+            blocks = _make_blocks(tables[seq, begin:end], device)
+            chunks.append(Chunk(first, last, origin, seq_len - origin, blocks))
+    singles.sort(key=lambda single: single.num_blocks)
+    groups = [
+        _make_group(members, tables, block_size, window, device)
+        for members in _group_by_length(singles, block_size)
+    ]
+    rows = torch.tensor(zero_rows, device=device) if zero_rows else None
+    return Plan(tuple(chunks), tuple(groups), rows)
+
+
+def _make_blocks(ids: Tensor, device: torch.device) -> Blocks:
+    breaks = (ids[1:] - ids[:-1] != 1).nonzero().squeeze(1) + 1
+    runs: list[tuple[int, int, int]] = []
+    # A copy per run costs as much as picking about eight blocks one by one.
+    if len(breaks) < max(1, len(ids) // 8):
+        for first, last in itertools.pairwise([0, *breaks.tolist(), len(ids)]):
+            runs.append((int(ids[first]), first, last - first))
+    return Blocks(ids.to(device), tuple(runs))
+
+
+def _group_by_length(singles: list[_Single], block_size: int) -> list[list[_Single]]:
+    """Cut the list, sorted by length, where padding or the buffer would grow too large."""
+    groups: list[list[_Single]] = []
+    used = 0
+    for single in singles:
+        padded = single.num_blocks * (len(groups[-1]) + 1) if groups else 0
+        used += single.num_blocks
+        too_padded = padded - used > MAX_PADDING * padded
+        if not groups or too_padded or padded * block_size > MAX_GROUP_POSITIONS:
+            groups.append([])
+            used = single.num_blocks
+        groups[-1].append(single)
+    return groups
+
+
+def _make_group(
+    members: list[_Single],
+    tables: Tensor,
+    block_size: int,
+    window: int | None,
+    device: torch.device,
+) -> Group:
+    width = members[-1].num_blocks
+    ids = []
+    for single in members:
+        begin = single.origin // block_size
+        seen = tables[single.seq, begin : begin + single.num_blocks]
+        ids.append(torch.cat([seen, seen[-1:].expand(width - single.num_blocks)]))
+    length = members[0].length if len(members) == 1 else width * block_size
+    ends = torch.tensor([[single.length] for single in members])
+    positions = torch.arange(length)
+    hidden = positions >= ends
+    if window is not None:
+        hidden |= positions < ends - window
+    return Group(
+        rows=torch.tensor([single.row for single in members], device=device),
+        length=length,
+        hidden=hidden.to(device) if bool(hidden.any()) else None,
+        blocks=_make_blocks(torch.cat(ids), device),
+    )
