@@ -112,8 +112,8 @@ class StoreConfig(DiskConfig):
     low_watermark: float = 0.75  # and at which it stops
     min_hits: int = 2  # write policy min_hits: matches before a block is worth a disk write
     min_partial_tokens: int = 8  # least saving for which the head of a block is copied
-    staging_bytes: int = 64 << 20  # buffer between the memory tiers and disk
-    max_promote_bytes: int = 256 << 20  # promotions in flight
+    staging_bytes: int = 64 << 20  # buffer between disk and a device the processor cannot address
+    write_bytes_per_s: float = 1 << 30  # most that cleaning writes to disk
     promote_deadline_s: float | None = None  # after this long a request computes instead
 
     def __post_init__(self) -> None:
@@ -126,7 +126,7 @@ class StoreConfig(DiskConfig):
         _check_at_least(self, "min_hits", 1)
         _check_at_least(self, "min_partial_tokens", 1)
         _check_at_least(self, "staging_bytes", 1)
-        _check_at_least(self, "max_promote_bytes", 1)
+        _check_at_least(self, "write_bytes_per_s", 1)
         _check_watermarks(self, "high_watermark", "low_watermark")
         if self.promote_deadline_s is not None:
             _check_at_least(self, "promote_deadline_s", 0)

@@ -1,1 +1,1 @@
-
+"""The tiers: memory pools (device, host) and the disk tier behind its threads."""

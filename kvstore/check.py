@@ -1,0 +1,91 @@
+"""``check``: walks every invariant of a store and says which ones do not hold.
+
+It costs O(blocks) and runs between operations, in tests and behind a debugging switch. It reads the
+pools and arrays directly, not through the code it checks.
+"""
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from kvstore.index import NONE
+
+if TYPE_CHECKING:
+    from kvstore.store import BlockStore
+
+
+def check(store: "BlockStore") -> list[str]:
+    """Sentences, one for each violated invariant; empty when all hold."""
+    return [*_slots(store), *_ids(store), *_users(store), *_orders(store)]
+
+
+def _slots(store: "BlockStore") -> list[str]:
+    """Each key has one slot, each used slot has a copy, children hang on their parent's key."""
+    index, wrong = store.index, []
+    for key, slot in index.slots.items():
+        if index.key[slot] != key:
+            wrong.append(f"slot {slot} is filed under another block's key")
+        if index.device[slot] == index.host[slot] == NONE:
+            wrong.append(f"slot {slot} has no copy")
+        if slot not in list(index.children(index.parent_key[slot])):
+            wrong.append(f"slot {slot} is not among its parent's children")
+    if sum(bool(key) for key in index.key) != len(index.slots):
+        wrong.append("an unused slot has a key")
+    return wrong
+
+
+def _ids(store: "BlockStore") -> list[str]:
+    """Used, free and in-flight blocks add up to the capacity, and none has two owners."""
+    index, wrong = store.index, []
+    in_flight = store.host_ids_in_flight()
+    private = [block for lease in store.leases for block in lease.block_ids[len(lease.slots) :]]
+    owners = {
+        "device": (store.device, [index.device[slot] for slot in index.used_slots()] + private),
+        "host": (store.host, [index.host[slot] for slot in index.used_slots()] + in_flight),
+    }
+    for name, (pool, owned) in owners.items():
+        if pool is None:
+            continue
+        used = [block for block in owned if block != NONE]
+        counts = Counter([*used, *pool.free_ids()])
+        wrong += [f"{name} block {block} has {n} owners" for block, n in counts.items() if n > 1]
+        if len(counts) != pool.capacity:
+            wrong.append(f"{name}: {pool.capacity - len(counts)} blocks are lost")
+    return wrong
+
+
+def _users(store: "BlockStore") -> list[str]:
+    """Reference counts are the leases' uses; a ready lease reads only valid copies."""
+    index, wrong = store.index, []
+    uses = Counter(slot for lease in store.leases for slot in lease.slots)
+    for slot in index.used_slots():
+        if index.refcount[slot] != uses[slot]:
+            wrong.append(f"slot {slot}: refcount {index.refcount[slot]}, {uses[slot]} users")
+        if index.transfers[slot] < 0:
+            wrong.append(f"slot {slot}: {index.transfers[slot]} transfers")
+    for lease in store.leases:
+        for slot, block_id in zip(lease.slots, lease.block_ids, strict=False):
+            if index.device[slot] != block_id:
+                wrong.append(f"a lease reads block {block_id}, slot {slot} lies elsewhere")
+            if lease.is_ready and not lease.failed_keys and index.loading[slot]:
+                wrong.append(f"a lease is ready, slot {slot} is not")
+    return wrong
+
+
+def _orders(store: "BlockStore") -> list[str]:
+    """Exactly the unused blocks may be evicted, exactly those in host memory are in its order."""
+    index, wrong = store.index, []
+    for slot in index.used_slots():
+        is_unused = (
+            index.device[slot] != NONE and not index.refcount[slot] and not index.loading[slot]
+        )
+        if is_unused != (slot in index.device_lru):
+            wrong.append(f"slot {slot}: evictable {is_unused}, in the order {not is_unused}")
+        if (index.host[slot] != NONE) != (slot in index.host_lru):
+            wrong.append(f"slot {slot}: host order and host copy disagree")
+    for order in (index.device_lru, index.host_lru, index.dirty):
+        members = list(order)
+        if len(members) != len(order) or len(set(members)) != len(members):
+            wrong.append("an order's links are broken")
+        if any(not index.key[slot] for slot in members):
+            wrong.append("an order holds an unused slot")
+    return wrong

@@ -1,0 +1,165 @@
+"""Making room: who is evicted from device and host memory, and what must happen before.
+
+    device victim   copied to host first when there is a host tier that does not hold it;
+                    without a host tier, written to disk first when dirty
+    host victim     dropped when clean, written to disk first when dirty
+
+A victim is the least recently used block that nobody uses. A use renews a block's ancestors after
+the block itself, so the oldest block is a leaf and a prefix is given up from its end.
+"""
+
+from collections.abc import Set
+from itertools import islice
+
+from kvstore.config import StoreConfig
+from kvstore.errors import KVStoreError
+from kvstore.index import NONE, BlockIndex
+from kvstore.tiers.base import BlockPool
+from kvstore.transfer import TransferLoop
+from kvstore.write_behind import WriteBehind
+
+_AHEAD_BLOCKS = 64  # copied to host together before their room is needed
+
+
+class Evictor:
+    """Takes blocks out of the memory tiers. Owner thread only."""
+
+    def __init__(
+        self,
+        index: BlockIndex,
+        device: BlockPool,
+        host: BlockPool | None,
+        transfer: TransferLoop,
+        write_behind: WriteBehind,
+        config: StoreConfig,
+    ) -> None:
+        self._index = index
+        self._device = device
+        self._host = host
+        self._transfer = transfer
+        self._write_behind = write_behind
+        self._config = config
+        self.evicted_blocks = {"device": 0, "host": 0}
+        self.demoted_blocks = 0  # copied to host
+        self.host_ids_in_flight: set[int] = set()  # being filled, not visible yet
+
+    @property
+    def available_blocks(self) -> int:
+        """Device blocks that are free, or can be once copies under way have ended."""
+        return self._device.num_free + len(self._index.device_lru)
+
+    def make_device_room(self, count: int, keep: Set[int] = frozenset()) -> bool:
+        """Whether ``count`` device blocks are free now, evicting victims if that makes them so.
+
+        Slots in ``keep`` are no victims. When too few can be made free, nothing is evicted: copies
+        that make victims evictable are started, and the caller tries again when they have ended.
+        """
+        missing = count - self._device.num_free
+        if missing <= 0:
+            return True
+        candidates = (slot for slot in self._index.device_lru if slot not in keep)
+        victims = list(islice(candidates, missing))
+        if len(victims) < missing:
+            return False
+        unready = [slot for slot in victims if not self._is_on_host(slot)]
+        passing = set(self._demote(unready))
+        unready = [slot for slot in unready if slot not in passing or not self._is_clean(slot)]
+        self._write_behind.urge(slot for slot in unready if slot in passing)
+        if unready:
+            return False
+        for slot in victims:
+            self.drop_device(slot)
+            self.evicted_blocks["device"] += 1
+        return True
+
+    def pump(self) -> None:
+        """Copy the next victims to host ahead of need once the device is nearly full."""
+        if self._host is None or not self._index.device_lru:
+            return
+        reserve = int((1 - self._config.high_watermark) * self._device.capacity)
+        wanted = min(reserve - self._device.num_free, _AHEAD_BLOCKS)
+        if wanted > 0:
+            victims = islice(self._index.device_lru, wanted)
+            self._demote([slot for slot in victims if not self._is_on_host(slot)])
+
+    def drop_device(self, slot: int) -> None:
+        """Give up the device copy of a block that nobody uses."""
+        index = self._index
+        assert index.refcount[slot] == index.transfers[slot] == 0, "a victim is in use"
+        index.device_lru.discard(slot)
+        self._device.free(index.device[slot])
+        index.device[slot] = NONE
+        index.loading[slot] = 0
+        if index.host[slot] == NONE:
+            index.drop(slot)
+
+    def drop_host(self, slot: int) -> None:
+        index = self._index
+        assert self._host is not None
+        assert index.transfers[slot] == 0, "a copy from or to the host block is under way"
+        index.host_lru.remove(slot)
+        self._host.free(index.host[slot])
+        index.host[slot] = NONE
+        if index.device[slot] == NONE:
+            index.drop(slot)
+
+    def _is_on_host(self, slot: int) -> bool:
+        return self._index.host[slot] != NONE and not self._index.transfers[slot]
+
+    def _is_clean(self, slot: int) -> bool:
+        return slot not in self._index.dirty and not self._index.transfers[slot]
+
+    def _demote(self, victims: list[int]) -> list[int]:
+        """Start copying victims, oldest first, to host. Returns those that pass the host tier by.
+
+        A victim displaces only blocks used longer ago than itself. So one that is older than all of
+        the host tier, or has none, passes it by, and victims never push each other out in turn.
+        """
+        if self._host is None:
+            return victims
+        index, room = self._index, self._host.num_free
+        oldest_on_host = (slot for slot in index.host_lru if not index.transfers[slot])
+        staying, displaced, passing = [], [], []
+        for victim in reversed(victims):
+            if index.transfers[victim]:
+                continue
+            if room:
+                room -= 1
+                staying.append(victim)
+                continue
+            oldest = next(oldest_on_host, NONE)
+            if oldest == NONE or index.used_at[oldest] >= index.used_at[victim]:
+                passing.append(victim)
+            elif oldest in index.dirty:
+                self._write_behind.urge((oldest,))
+            else:
+                displaced.append(oldest)
+                staying.append(victim)
+        for slot in displaced:
+            self.drop_host(slot)
+            self.evicted_blocks["host"] += 1
+        if staying:
+            self._copy_to_host(staying)
+        return passing
+
+    def _copy_to_host(self, slots: list[int]) -> None:
+        assert self._host is not None
+        host, index = self._host, self._index
+        slots.sort(key=index.used_at.__getitem__)
+        host_ids = host.allocate(len(slots))
+        self.host_ids_in_flight.update(host_ids)
+        for slot in slots:
+            index.transfers[slot] += 1
+
+        def done(outcome: KVStoreError | None) -> None:
+            self.host_ids_in_flight.difference_update(host_ids)
+            for slot, host_id in zip(slots, host_ids, strict=True):
+                index.transfers[slot] -= 1
+                if outcome is None:
+                    index.host[slot] = host_id
+                    index.host_lru.append(slot)
+                    self.demoted_blocks += 1
+                else:
+                    host.free(host_id)
+
+        self._transfer.demote([index.device[slot] for slot in slots], host_ids, done)

@@ -1,0 +1,94 @@
+"""What the store asks of its tiers.
+
+    pool     a memory tier: ids in [0, capacity) and the bytes behind them
+    copier   moves whole blocks between the device pool and host memory
+    disk     an asynchronous store of blocks by key
+
+The protocols are narrow on purpose: a wrapper that delays, limits or breaks a tier implements the
+same few methods.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.block import BlockRef, BlockWrite, PutOutcome
+from kvstore.disk import DiskEntry, DiskStats
+from kvstore.errors import KVStoreError
+
+Rows = npt.NDArray[np.uint8]  # [num_rows, block_bytes] in host memory
+
+
+class BlockPool(Protocol):
+    """A memory tier of ``capacity`` blocks. Only the owner thread takes and gives back ids."""
+
+    capacity: int
+
+    @property
+    def num_free(self) -> int: ...
+
+    def free_ids(self) -> set[int]:
+        """For ``check()``."""
+
+    def allocate(self, count: int) -> list[int]:
+        """``count`` ids in ascending order; the caller has made sure that so many are free."""
+
+    def free(self, block_id: int) -> None: ...
+
+    def payload(self, block_id: int) -> memoryview | None:
+        """The block's bytes, writable; None where the processor cannot address them."""
+
+
+class BlockCopier(Protocol):
+    """Copies blocks between the device pool and host rows, called on a worker thread."""
+
+    def fence(self) -> Any:
+        """Owner thread: a mark after all device work submitted so far. Does not wait for it."""
+
+    def copy_out(
+        self, block_ids: Sequence[int], rows: Rows, row_ids: Sequence[int], fence: Any
+    ) -> None:
+        """Device blocks into host rows after ``fence``; returns when the bytes are there."""
+
+    def copy_in(
+        self, rows: Rows, row_ids: Sequence[int], block_ids: Sequence[int], fence: Any
+    ) -> None:
+        """Host rows into device blocks after ``fence``; returns when the bytes are there."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRead:
+    """One block to be read: ``dst`` is caller-owned, writable, exactly one block long."""
+
+    ref: BlockRef
+    dst: memoryview
+
+
+class DiskTier(Protocol):
+    """The disk tier as the transfer loop sees it.
+
+    Cancelling an await leaves the operation running: borrowed memory stays borrowed until the
+    worker thread has returned.
+    """
+
+    async def probe(self, refs: Sequence[BlockRef]) -> list[DiskEntry]:
+        """Entries of the longest run of ``refs``, from the first on, that disk holds."""
+
+    async def read(self, reads: Sequence[BlockRead]) -> list[KVStoreError | None]:
+        """Fill every ``dst`` with checked bytes; what went wrong stands in its place."""
+
+    async def write(self, writes: Sequence[BlockWrite]) -> list[PutOutcome]:
+        """Put blocks, parents before children, in one transaction. Raises ``TierBrokenError``."""
+
+    async def touch(self, keys: Sequence[bytes]) -> None:
+        """Record a use, leaf first and root last."""
+
+    async def remove(self, keys: Sequence[bytes]) -> int:
+        """Drop blocks with no child left on disk, in the given order; how many went."""
+
+    def stats(self) -> DiskStats: ...
+
+    async def aclose(self) -> None: ...

@@ -1,0 +1,71 @@
+"""The disk tier for the transfer loop: a ``DiskStore`` behind its named threads."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from kvstore.block import BlockRef, BlockWrite, PutOutcome
+from kvstore.disk import DiskEntry, DiskStats, DiskStore
+from kvstore.errors import KVStoreError
+from kvstore.tiers.base import BlockRead
+
+T = TypeVar("T")
+
+_BLOCKS_A_READ_TASK = 16  # large enough to hide a thread hand-over, small enough to share out
+
+
+class LmdbTier:
+    """Reads on a few threads, all changes on one: an LMDB write transaction must begin and commit
+    on the same thread, and two writers would only wait for each other."""
+
+    def __init__(self, disk: DiskStore, *, num_readers: int = 2) -> None:
+        self._disk = disk
+        self._readers = ThreadPoolExecutor(num_readers, "kv-disk-read")
+        self._writer = ThreadPoolExecutor(1, "kv-disk-write")
+
+    async def probe(self, refs: Sequence[BlockRef]) -> list[DiskEntry]:
+        return await self._run(self._readers, self._disk.probe, refs)
+
+    async def read(self, reads: Sequence[BlockRead]) -> list[KVStoreError | None]:
+        parts = [
+            reads[start : start + _BLOCKS_A_READ_TASK]
+            for start in range(0, len(reads), _BLOCKS_A_READ_TASK)
+        ]
+        done = await asyncio.gather(
+            *(self._run(self._readers, self._read_sync, part) for part in parts)
+        )
+        return [outcome for part in done for outcome in part]
+
+    async def write(self, writes: Sequence[BlockWrite]) -> list[PutOutcome]:
+        return await self._run(self._writer, self._disk.put_group, writes)
+
+    async def touch(self, keys: Sequence[bytes]) -> None:
+        await self._run(self._writer, self._disk.touch, keys)
+
+    async def remove(self, keys: Sequence[bytes]) -> int:
+        return await self._run(self._writer, self._disk.remove, keys)
+
+    def stats(self) -> DiskStats:
+        return self._disk.stats()
+
+    async def aclose(self) -> None:
+        """Waits for what is under way, then closes the environment."""
+        await self._run(self._writer, self._disk.flush)
+        self._readers.shutdown(wait=True)
+        self._writer.shutdown(wait=True)
+        self._disk.close()
+
+    @staticmethod
+    async def _run(pool: ThreadPoolExecutor, function: Callable[..., T], *arguments: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
+
+    def _read_sync(self, reads: Sequence[BlockRead]) -> list[KVStoreError | None]:
+        outcomes: list[KVStoreError | None] = []
+        for read in reads:
+            try:
+                self._disk.read_into(read.ref, read.dst)
+                outcomes.append(None)
+            except KVStoreError as error:
+                outcomes.append(error)
+        return outcomes

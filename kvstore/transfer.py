@@ -1,0 +1,281 @@
+"""The transfer side: one asyncio loop in its own thread that moves blocks between tiers.
+
+The owner thread submits a job and a callback; the loop runs the job and posts the outcome; the
+owner applies the callbacks in ``poll()``. The loop never touches the index, and the owner never
+waits for a transfer. A job owns the memory it was given until its callback has been applied.
+"""
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from asyncio_throttle import Throttler
+
+from kvstore.block import BlockRef, BlockWrite, PutOutcome
+from kvstore.disk import DiskEntry
+from kvstore.errors import KVStoreError, StoreClosedError, TierBrokenError
+from kvstore.tiers.base import BlockCopier, BlockPool, BlockRead, DiskTier, Rows
+from kvstore.tiers.host import HostPool
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Done = Callable[[T | KVStoreError], None]
+
+
+@dataclass(frozen=True, slots=True)
+class PendingWrite:
+    """A block to be written: ``source`` is a device block id, or borrowed bytes in host memory."""
+
+    ref: BlockRef
+    namespace: bytes
+    salt: bytes
+    source: int | memoryview
+
+
+class TransferLoop:
+    """Moves blocks for one owner. Created, called and closed by the owner thread.
+
+    device, copier   where hot blocks are and how they are copied
+    host             the host pool's rows, None without a host tier
+    disk             the disk tier, None without one
+    staging          rows between device and disk where the processor cannot address the device
+    on_completion    called from the loop's thread whenever ``poll()`` has something to do
+    """
+
+    def __init__(
+        self,
+        device: BlockPool,
+        copier: BlockCopier,
+        *,
+        host: Rows | None,
+        disk: DiskTier | None,
+        staging: HostPool | None,
+        write_blocks_per_s: float,
+        on_completion: Callable[[], None],
+    ) -> None:
+        self._device = device
+        self._copier = copier
+        self._host = host
+        self._disk = disk
+        self._staging = staging
+        self._on_completion = on_completion
+        self._completions: deque[tuple[Done[Any], Any]] = deque()
+        self._num_pending = 0
+        self._num_promoting = 0  # loop thread: loads under way; cleaning yields to them
+        self._closing = False
+        self._copies = ThreadPoolExecutor(1, "kv-copy")
+        self._loop = asyncio.new_event_loop()
+        # The throttle counts starts within a period, so a rate below one needs a longer period.
+        rate = max(1, round(write_blocks_per_s))
+        self._throttle = Throttler(rate_limit=rate, period=max(1.0, rate / write_blocks_per_s))
+        self._quiet = asyncio.Event()
+        self._quiet.set()
+        self._staging_room = asyncio.Condition()
+        self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_pending(self) -> int:
+        """Jobs whose callback has not been applied yet."""
+        return self._num_pending
+
+    def poll(self) -> int:
+        """Apply what has finished; returns how many jobs that were."""
+        count = 0
+        while self._completions:
+            done, outcome = self._completions.popleft()
+            self._num_pending -= 1
+            count += 1
+            done(outcome)
+        return count
+
+    def has_completions(self) -> bool:
+        return bool(self._completions)
+
+    def probe(self, refs: Sequence[BlockRef], done: Done[list[DiskEntry]]) -> None:
+        assert self._disk is not None
+        self._submit(self._disk.probe(refs), done)
+
+    def read(
+        self,
+        refs: Sequence[BlockRef],
+        block_ids: Sequence[int],
+        done: Done[list[KVStoreError | None]],
+    ) -> None:
+        """Disk into device blocks."""
+        self._submit(self._read(refs, block_ids, self._copier.fence()), done)
+
+    def promote(self, host_ids: Sequence[int], block_ids: Sequence[int], done: Done[None]) -> None:
+        """Host into device blocks."""
+        self._submit(self._promote(self._host, host_ids, block_ids, self._copier.fence()), done)
+
+    def demote(self, block_ids: Sequence[int], host_ids: Sequence[int], done: Done[None]) -> None:
+        """Device into host blocks."""
+        copy, fence = self._copier.copy_out, self._copier.fence()
+        self._submit(self._copy(copy, block_ids, self._host, host_ids, fence), done)
+
+    def write(
+        self,
+        writes: Sequence[PendingWrite],
+        done: Done[list[PutOutcome]],
+    ) -> None:
+        """Blocks to disk, parents before children, as one transaction."""
+        self._submit(self._write(writes, self._copier.fence()), done)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        assert self._disk is not None
+        self._submit(self._disk.touch(keys), _ignore)
+
+    def remove(self, keys: Sequence[bytes], done: Done[int]) -> None:
+        assert self._disk is not None
+        self._submit(self._disk.remove(keys), done)
+
+    def close(self) -> None:
+        """Waits for the jobs under way (without applying callbacks), then ends the threads."""
+        if self._closing:
+            return
+        self._closing = True
+        asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._copies.shutdown(wait=True)
+        self._loop.close()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def _submit(self, job: Coroutine[Any, Any, T], done: Done[T]) -> None:
+        if self._closing:
+            job.close()
+            raise StoreClosedError("the store is closed")
+        self._num_pending += 1
+        asyncio.run_coroutine_threadsafe(self._finish(job, done), self._loop)
+
+    async def _finish(self, job: Coroutine[Any, Any, T], done: Done[T]) -> None:
+        outcome: T | KVStoreError
+        try:
+            outcome = await job
+        except KVStoreError as error:
+            outcome = error
+        except Exception as error:
+            logger.exception("a transfer failed")
+            outcome = TierBrokenError(f"a transfer failed: {error}", tier="transfer")
+            outcome.__cause__ = error
+        self._completions.append((done, outcome))
+        self._on_completion()
+
+    async def _copy(self, copy: Callable[..., None], *arguments: Any) -> None:
+        await self._loop.run_in_executor(self._copies, copy, *arguments)
+
+    async def _promote(self, *arguments: Any) -> None:
+        with self._promoting():
+            await self._copy(self._copier.copy_in, *arguments)
+
+    async def _read(
+        self, refs: Sequence[BlockRef], block_ids: Sequence[int], fence: Any
+    ) -> list[KVStoreError | None]:
+        assert self._disk is not None
+        with self._promoting():
+            if self._staging is None:
+                rows = [self._payload(block) for block in block_ids]
+                return await self._disk.read(list(map(BlockRead, refs, rows)))
+            outcomes: list[KVStoreError | None] = []
+            for start in range(0, len(refs), self._staging.capacity // 2):
+                part = slice(start, start + self._staging.capacity // 2)
+                outcomes += await self._read_staged(refs[part], block_ids[part], fence)
+            return outcomes
+
+    async def _read_staged(
+        self, refs: Sequence[BlockRef], block_ids: Sequence[int], fence: Any
+    ) -> list[KVStoreError | None]:
+        assert self._disk is not None
+        async with self._staged(len(refs)) as (staging, row_ids):
+            rows = [staging.payload(row) for row in row_ids]
+            outcomes = await self._disk.read(list(map(BlockRead, refs, rows)))
+            good = [i for i, outcome in enumerate(outcomes) if outcome is None]
+            await self._copy(
+                self._copier.copy_in,
+                staging.rows,
+                [row_ids[i] for i in good],
+                [block_ids[i] for i in good],
+                fence,
+            )
+            return outcomes
+
+    async def _write(self, writes: Sequence[PendingWrite], fence: Any) -> list[PutOutcome]:
+        assert self._disk is not None
+        await self._quiet.wait()
+        for _ in writes:
+            async with self._throttle:
+                pass
+        on_device = [write for write in writes if isinstance(write.source, int)]
+        if self._staging is None or not on_device:
+            return await self._disk.write([self._as_write(write) for write in writes])
+        async with self._staged(len(on_device)) as (staging, row_ids):
+            block_ids = [write.source for write in on_device]
+            await self._copy(self._copier.copy_out, block_ids, staging.rows, row_ids, fence)
+            payloads = iter([staging.payload(row) for row in row_ids])
+            return await self._disk.write(
+                [
+                    self._as_write(write, next(payloads) if isinstance(write.source, int) else None)
+                    for write in writes
+                ]
+            )
+
+    def _as_write(self, write: PendingWrite, payload: memoryview | None = None) -> BlockWrite:
+        if payload is None:
+            source = write.source
+            payload = self._payload(source) if isinstance(source, int) else source
+        return BlockWrite(write.ref, write.namespace, write.salt, payload)
+
+    def _payload(self, block_id: int) -> memoryview:
+        payload = self._device.payload(block_id)
+        assert payload is not None, "the device is not addressable and there is no staging"
+        return payload
+
+    @contextmanager
+    def _promoting(self) -> Iterator[None]:
+        """Holds back writes to disk: a promotion has a request waiting for it."""
+        self._num_promoting += 1
+        self._quiet.clear()
+        try:
+            yield
+        finally:
+            self._num_promoting -= 1
+            if self._num_promoting == 0:
+                self._quiet.set()
+
+    @asynccontextmanager
+    async def _staged(self, count: int) -> AsyncIterator[tuple[HostPool, list[int]]]:
+        """``count`` staging rows, waited for until other jobs have given theirs back."""
+        assert self._staging is not None
+        async with self._staging_room:
+            await self._staging_room.wait_for(
+                lambda: self._staging is not None and self._staging.num_free >= count
+            )
+            row_ids = self._staging.allocate(count)
+        try:
+            yield self._staging, row_ids
+        finally:
+            async with self._staging_room:
+                for row in row_ids:
+                    self._staging.free(row)
+                self._staging_room.notify_all()
+
+    async def _shut_down(self) -> None:
+        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        await asyncio.gather(*others)
+        if self._disk is not None:
+            await self._disk.aclose()
+
+
+def _ignore(outcome: object) -> None:
+    """For jobs whose failure costs nothing: a lost touch makes a block look older."""

@@ -1,0 +1,211 @@
+"""Write-behind: dirty blocks are written to disk before anybody needs their room.
+
+As an operating system cleans dirty pages: by age (disk does not hold a block after
+``dirty_max_age_s``) and by fill (memory beyond the high watermark, until the low one), oldest
+first. A prompt's blocks become dirty root first, and are written in that order, so that a parent
+is on disk before its children.
+
+While the model runs, cleaning goes in slices: on a CPU, copying beside a forward that uses all
+cores costs the forward several times the copying (its threads wait for the slowest of them).
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from kvstore.block import PutOutcome
+from kvstore.config import StoreConfig
+from kvstore.errors import KVStoreError
+from kvstore.index import NONE, BlockIndex
+from kvstore.tiers.base import BlockPool
+from kvstore.transfer import PendingWrite, TransferLoop
+
+_SLICE_BYTES = 1 << 20  # written at once while the model runs, about a millisecond of copying
+_DUTY = 0.25  # share of the time that slices may take
+_MAX_REWRITES = 8  # of one block whose parent went from disk meanwhile
+
+
+@dataclass(frozen=True, slots=True)
+class WriteCounters:
+    """Blocks and bytes since the store was opened."""
+
+    written_blocks: int = 0
+    written_bytes: int = 0
+    already_on_disk: int = 0
+    unwritten_blocks: int = 0  # disk had no room, failed, or the block's parent is lost
+
+
+class WriteBehind:
+    """Decides which dirty blocks are written when. Owner thread only."""
+
+    def __init__(
+        self,
+        index: BlockIndex,
+        device: BlockPool,
+        host: BlockPool | None,
+        transfer: TransferLoop,
+        config: StoreConfig,
+        *,
+        namespace: bytes,
+        block_bytes: int,
+        clock: Callable[[], float],
+        on_broken: Callable[[KVStoreError], None],
+    ) -> None:
+        self._index = index
+        self._device = device
+        self._host = host
+        self._transfer = transfer
+        self._config = config
+        self._namespace = namespace
+        self._block_bytes = block_bytes
+        self._clock = clock
+        self._on_broken = on_broken
+        self._urgent_before = -math.inf  # blocks dirty since then or longer are waited for
+        self._filling = False  # between the high watermark and the low one
+        self._num_in_flight = 0
+        self._not_before = -math.inf
+        self._rewrites: dict[bytes, int] = {}
+        self.counters = WriteCounters()
+
+    @property
+    def is_idle(self) -> bool:
+        return self._num_in_flight == 0 and not self._index.dirty
+
+    def add(self, slot: int) -> None:
+        """A block that disk does not hold. Parents are added before their children."""
+        if slot not in self._index.dirty:
+            self._index.dirty_since[slot] = self._clock()
+            self._index.dirty.append(slot)
+
+    def urge(self, slots: Iterable[int]) -> None:
+        """Somebody waits for the room of these dirty blocks: write them, and older ones, now."""
+        since = self._index.dirty_since
+        self._urgent_before = max([self._urgent_before, *(since[slot] for slot in slots)])
+
+    def urge_all(self) -> None:
+        self._urgent_before = math.inf
+
+    def clear(self) -> None:
+        """Forget what is dirty: there is no slower tier any more."""
+        for slot in list(self._index.dirty):
+            self._index.dirty.remove(slot)
+
+    def oldest_age_s(self) -> float:
+        """Age of the oldest dirty block, 0.0 when everything is clean."""
+        oldest = next(iter(self._index.dirty), NONE)
+        return 0.0 if oldest == NONE else self._clock() - self._index.dirty_since[oldest]
+
+    def next_deadline(self) -> float:
+        """Clock time at which ``pump`` has something to do, infinity for never."""
+        oldest = next(iter(self._index.dirty), NONE)
+        if oldest == NONE or self._num_in_flight:
+            return math.inf  # the completion wakes the owner
+        since = self._index.dirty_since[oldest]
+        due = since if since <= self._urgent_before or self._filling else since + self._max_age_s()
+        return max(due, self._not_before)
+
+    def pump(self, *, busy: bool) -> None:
+        """Start writing the next group if one is due. ``busy``: the model runs, take slices."""
+        if not self._index.dirty:
+            self._urgent_before = -math.inf
+            return
+        now = self._clock()
+        if self._num_in_flight or now < self._not_before:
+            return
+        self._watch_fill()
+        group = self._next_group(now, _SLICE_BYTES if busy else self._config.group_commit_bytes)
+        if group:
+            self._write(group, busy)
+
+    def _max_age_s(self) -> float:
+        ages = {"write_through": 0.0, "write_back": math.inf}
+        return ages.get(self._config.write_policy, self._config.dirty_max_age_s)
+
+    def _watch_fill(self) -> None:
+        pool = self._host or self._device
+        num_dirty, capacity = len(self._index.dirty), pool.capacity
+        if self._config.write_policy == "write_back":
+            return
+        if capacity - pool.num_free >= self._config.high_watermark * capacity:
+            self._filling = num_dirty > self._config.low_watermark * capacity
+        elif num_dirty <= self._config.low_watermark * capacity:
+            self._filling = False
+
+    def _next_group(self, now: float, max_bytes: int) -> list[int]:
+        """Due blocks, oldest first, at least one and at most ``max_bytes`` of them."""
+        due_since = max(self._urgent_before, now - self._max_age_s())
+        if self._filling:
+            due_since = math.inf
+        most = max(1, max_bytes // self._block_bytes)
+        group: list[int] = []
+        for slot in self._index.dirty:
+            if len(group) == most or self._index.dirty_since[slot] > due_since:
+                break
+            group.append(slot)
+        return group
+
+    def _write(self, slots: list[int], busy: bool) -> None:
+        index, started = self._index, self._clock()
+        writes = []
+        for slot in slots:
+            index.dirty.remove(slot)
+            index.transfers[slot] += 1
+            if index.device[slot] != NONE and not index.loading[slot]:
+                source: int | memoryview = index.device[slot]
+            else:
+                assert self._host is not None, "a dirty block has a copy in memory"
+                payload = self._host.payload(index.host[slot])
+                assert payload is not None
+                source = payload
+            writes.append(PendingWrite(index.ref(slot), self._namespace, index.salt[slot], source))
+        self._num_in_flight = len(slots)
+
+        def done(outcome: list[PutOutcome] | KVStoreError) -> None:
+            self._num_in_flight = 0
+            for slot in slots:
+                index.transfers[slot] -= 1
+            if busy:
+                took = self._clock() - started
+                self._not_before = self._clock() + took * (1 / _DUTY - 1)
+            if isinstance(outcome, KVStoreError):
+                self._count(unwritten_blocks=len(slots))
+                self._on_broken(outcome)
+                return
+            for slot, result in zip(slots, outcome, strict=True):
+                self._settle(slot, result)
+
+        self._transfer.write(writes, done)
+
+    def _settle(self, slot: int, outcome: PutOutcome) -> None:
+        match outcome:
+            case PutOutcome.STORED:
+                self._count(written_blocks=1, written_bytes=self._block_bytes)
+            case PutOutcome.PRESENT:
+                self._count(already_on_disk=1)
+            case PutOutcome.FULL:
+                self._count(unwritten_blocks=1)
+            case PutOutcome.ORPHAN:
+                self._write_after_parent(slot)
+                return
+        self._rewrites.pop(self._index.key[slot], None)
+
+    def _write_after_parent(self, slot: int) -> None:
+        """Another process evicted the parent from disk: write it again, then this block.
+
+        Gives the block up when memory does not hold the parent either; it is recomputed one day.
+        """
+        index = self._index
+        key = index.key[slot]
+        parent = index.slots.get(index.parent_key[slot], NONE)
+        rewrites = self._rewrites[key] = self._rewrites.get(key, 0) + 1
+        if parent == NONE or rewrites > _MAX_REWRITES:
+            del self._rewrites[key]
+            self._count(unwritten_blocks=1)
+            return
+        self.add(parent)
+        self.add(slot)
+        self.urge((parent, slot))
+
+    def _count(self, **more: int) -> None:
+        changed = {name: getattr(self.counters, name) + count for name, count in more.items()}
+        self.counters = replace(self.counters, **changed)
