@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from engine.document import Document
     from engine.llm import LLM
-    from engine.request import CompletionOutput, RequestMetrics, RequestOutput
+    from engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
     from engine.sampling_params import SamplingParams
 
 __all__ = [
@@ -24,10 +24,10 @@ __all__ = [
 
 _MODULES = {
     "LLM": "engine.llm",
-    "CompletionOutput": "engine.request",
+    "CompletionOutput": "engine.outputs",
     "Document": "engine.document",
-    "RequestMetrics": "engine.request",
-    "RequestOutput": "engine.request",
+    "RequestMetrics": "engine.outputs",
+    "RequestOutput": "engine.outputs",
     "SamplingParams": "engine.sampling_params",
 }
 

@@ -1,0 +1,312 @@
+"""The step thread: the one thread that owns the store, the scheduler and the model.
+
+Fronts (``LLM`` and others) post commands to it from any thread. It works in steps as long as there
+are requests, and otherwise sleeps on one condition that a new command, a finished transfer or the
+next cleaning deadline wakes.
+"""
+
+import itertools
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from engine.model_runner import ModelRunner, SequenceStep
+from engine.request import Request
+from engine.sampler import sample
+from engine.scheduler import ScheduledSequence, Scheduler
+from engine.sequence import Sequence
+from kvstore.errors import KVStoreError, StoreClosedError
+from kvstore.store import BlockStore
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_LONGEST_SLEEP_S = 1.0  # bounds how late the dirty age and a clock that jumps are noticed
+
+
+class BuildParts(Protocol):
+    """Makes store and runner on the step thread; the store calls ``on_event`` from any thread."""
+
+    def __call__(self, on_event: Callable[[], None]) -> tuple[BlockStore, ModelRunner]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CoreLimits:
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    use_cache: bool
+
+
+class EngineCore:
+    """Runs requests. Every public method may be called from any thread."""
+
+    def __init__(
+        self,
+        build: BuildParts,
+        limits: CoreLimits,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._limits = limits
+        self._clock = clock
+        self._wake = threading.Condition()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._awaited: list[tuple[Callable[[], bool], Future[None]]] = []
+        self._requests: dict[str, Request] = {}
+        self._has_store_event = False
+        self._closing = False
+        self._close_timeout: float | None = None
+        self._is_closed = False
+        self._ids = itertools.count()
+        started: Future[None] = Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(build, started), name="kv-step", daemon=True
+        )
+        self._thread.start()
+        try:
+            started.result()
+        except BaseException:
+            self._thread.join()
+            raise
+
+    # ---- any thread ----------------------------------------------------------------------------
+
+    def next_request_id(self) -> str:
+        return str(next(self._ids))
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; its ``result`` is set when it is finished."""
+        self._post(lambda: self._add(request), request.result)
+
+    def abort(self, request_ids: list[str]) -> None:
+        """End these requests where they are; unknown and finished ones are passed over."""
+        self.call(lambda: self._abort(request_ids))
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Run a function that does not wait on the step thread, between steps."""
+        result: Future[T] = Future()
+
+        def command() -> None:
+            try:
+                result.set_result(function())
+            except BaseException as error:
+                result.set_exception(error)
+
+        self._post(command, result)
+        return result.result()
+
+    def wait_for(self, is_true: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Wait until a condition of the step thread's state holds; False when time runs out."""
+        reached: Future[None] = Future()
+        self._post(lambda: self._awaited.append((is_true, reached)), reached)
+        try:
+            reached.result(timeout)
+        except TimeoutError:
+            return False
+        return True
+
+    def close(self, timeout: float | None = None) -> None:
+        """Abort what runs, flush the store within ``timeout`` seconds, end the thread."""
+        with self._wake:
+            if self._is_closed:
+                return
+            self._closing = True
+            self._close_timeout = timeout
+            self._wake.notify_all()
+        self._thread.join()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closing or self._is_closed
+
+    def _post(self, command: Callable[[], None], result: "Future[Any]") -> None:
+        with self._wake:
+            if self._closing:
+                raise StoreClosedError("the engine is closed")
+            self._commands.append(command)
+            self._wake.notify_all()
+
+    def _on_store_event(self) -> None:
+        with self._wake:
+            self._has_store_event = True
+            self._wake.notify_all()
+
+    # ---- step thread ---------------------------------------------------------------------------
+
+    def _run(self, build: BuildParts, started: "Future[None]") -> None:
+        try:
+            self.store, self.runner = build(self._on_store_event)
+            self.runner.warm_up()
+            self.scheduler = Scheduler(
+                self.store,
+                max_num_seqs=self._limits.max_num_seqs,
+                max_num_batched_tokens=self._limits.max_num_batched_tokens,
+                use_cache=self._limits.use_cache,
+                clock=self._clock,
+            )
+        except BaseException as error:
+            self._is_closed = True
+            started.set_exception(error)
+            return
+        started.set_result(None)
+        progressed = True
+        while True:
+            if not progressed:
+                self._sleep()
+            while self._commands:
+                self._commands.popleft()()
+            if self._closing:
+                break
+            progressed = self._turn()
+        self._end()
+
+    def _turn(self) -> bool:
+        """One round: what transfers have finished, one step, what somebody waits for.
+
+        Returns whether another round may get further without anything happening outside.
+        """
+        self._has_store_event = False
+        self.store.busy = bool(self.scheduler.running)
+        self.store.poll()
+        batch = self.scheduler.schedule()
+        self._finish_prefilled()
+        if batch:
+            self._step(batch)
+        elif self._is_stuck():
+            self._fail(self.scheduler.waiting[0])
+        for entry in list(self._awaited):
+            is_true, reached = entry
+            if is_true():
+                self._awaited.remove(entry)
+                reached.set_result(None)
+        return bool(batch)
+
+    def _sleep(self) -> None:
+        """Until a command, a finished transfer or the next cleaning."""
+        pause = self.store.next_deadline() - self._clock()
+        with self._wake:
+            self._wake.wait_for(
+                lambda: bool(self._commands or self._has_store_event or self._closing),
+                max(0.0, min(pause, _LONGEST_SLEEP_S)),
+            )
+
+    def _step(self, batch: list[ScheduledSequence]) -> None:
+        now = self._clock()
+        steps = []
+        for each in batch:
+            sequence, start = each.sequence, each.sequence.num_computed
+            assert sequence.lease is not None
+            if not sequence.times.prefill_at:
+                sequence.times.prefill_at = now
+            ends = each.num_tokens == sequence.num_uncomputed
+            steps.append(
+                SequenceStep(
+                    token_ids=sequence.token_ids[start : start + each.num_tokens],
+                    num_prefix=start,
+                    block_ids=sequence.lease.block_ids,
+                    wants_logits=ends and not sequence.prefill_only,
+                )
+            )
+        try:
+            logits = self.runner.execute(steps)
+            sampling = [
+                each.sequence for each, step in zip(batch, steps, strict=True) if step.wants_logits
+            ]
+            tokens = (
+                sample(logits, [each.sample_request() for each in sampling]) if sampling else []
+            )
+        except Exception as error:
+            logger.exception("a step failed; its requests end with the error")
+            for each in batch:
+                self._fail(each.sequence, error)
+            return
+        for each in batch:
+            self.scheduler.commit(each)
+        now = self._clock()
+        for sequence, token in zip(sampling, tokens, strict=True):
+            if not sequence.times.first_token_at:
+                sequence.times.first_token_at = sequence.times.prefilled_at = now
+            sequence.append(token)
+            if sequence.finish_reason:
+                self._finish(sequence)
+        self._finish_prefilled()
+
+    def _finish_prefilled(self) -> None:
+        for sequence in list(self.scheduler.running):
+            if sequence.prefill_only and sequence.num_uncomputed == 0:
+                sequence.times.prefilled_at = self._clock()
+                self._finish(sequence)
+
+    def _add(self, request: Request) -> None:
+        self._requests[request.request_id] = request
+        for sequence in request.sequences:
+            self.scheduler.add(sequence)
+
+    def _abort(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            for sequence in request.sequences if request else ():
+                if sequence.finish_reason is None:
+                    sequence.finish_reason = "abort"
+                    self._finish(sequence)
+
+    def _finish(self, sequence: Sequence) -> None:
+        sequence.times.finished_at = self._clock()
+        self.scheduler.finish(sequence)
+        request = self._requests[sequence.request_id]
+        if request.is_finished:
+            del self._requests[request.request_id]
+            request.result.set_result(request.output())
+
+    def _is_stuck(self) -> bool:
+        """Nothing runs, nothing moves or will, and the first request still finds no room."""
+        scheduler = self.scheduler
+        return bool(
+            scheduler.waiting
+            and not scheduler.running
+            and not scheduler.promoting
+            and self.store.num_pending == 0
+            and self.store.next_deadline() == math.inf
+        )
+
+    def _fail(self, sequence: Sequence, error: Exception | None = None) -> None:
+        request = self._requests.pop(sequence.request_id, None)
+        if request is None:  # another sample of it failed in the same step
+            return
+        for each in request.sequences:
+            self.scheduler.finish(each)
+        request.result.set_exception(error or self._no_room(sequence))
+
+    def _no_room(self, sequence: Sequence) -> KVStoreError:
+        blocks = self.store.layout.blocks_for(len(sequence.token_ids))
+        return KVStoreError(
+            f"{len(sequence.token_ids)} tokens need {blocks} device blocks and the device has "
+            f"{self.store.device.capacity}; raise device_cache"
+        )
+
+    def _end(self) -> None:
+        closed = StoreClosedError("the engine was closed")
+        for request in list(self._requests.values()):
+            for sequence in request.sequences:
+                self.scheduler.finish(sequence)
+            request.result.set_exception(closed)
+        for _, reached in self._awaited:
+            reached.set_exception(closed)
+        try:
+            self.store.close(self._close_timeout)
+        except Exception:
+            logger.exception("closing the store failed")
+        finally:
+            del self.runner
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            self._is_closed = True

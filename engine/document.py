@@ -1,0 +1,130 @@
+"""A document that is read once and asked many questions."""
+
+import datetime
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+from engine.outputs import RequestOutput
+from engine.sampling_params import SamplingParams
+from kvstore.block import TierName
+from kvstore.errors import ConfigError
+from kvstore.hashing import encode_tokens
+
+if TYPE_CHECKING:
+    from engine.llm import LLM
+
+# What a chat template that prints the day prints: with the real one, a document would be read anew
+# every day.
+_DATE = datetime.datetime(2024, 7, 26, tzinfo=datetime.UTC)
+
+_DOCUMENT, _QUESTION = "\ue000document\ue000", "\ue000question\ue000"  # private-use: in no text
+
+_DEFAULT_PARAMS = SamplingParams(temperature=0.0, max_tokens=128)
+
+
+class Document:
+    """Made by ``LLM.document``. Questions share the blocks of the text and of what stands before it.
+
+    The parts of a prompt, template, document and question, are tokenised apart and joined, so that
+    no token spans a border and the document's tokens do not depend on the question. Text that looks
+    like a special token is not read as one.
+    """
+
+    def __init__(self, llm: "LLM", text: str, *, salt: str) -> None:
+        if not text.strip():
+            raise ConfigError("the document is empty")
+        self._llm = llm
+        self._salt = salt
+        tokenizer = llm._need_tokenizer("a document")
+        before, between, after = _template_parts(tokenizer)
+        self._prefix = _encode(tokenizer, before, is_template=True) + _encode(tokenizer, text)
+        self._between = _encode(tokenizer, between, is_template=True)
+        self._after = _encode(tokenizer, after, is_template=True)
+        least = len(self._prefix) + len(self._between) + len(self._after) + 2
+        if least > llm.max_model_len:
+            raise ConfigError(
+                f"the document has {len(self._prefix)} tokens and the model's context is "
+                f"{llm.max_model_len}: cut at least {least - llm.max_model_len} tokens, or use a "
+                "model with a longer context"
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prefix that questions share, the template's included."""
+        return len(self._prefix)
+
+    def prefill(self) -> None:
+        """Read the document now. Returns at once when the device holds it."""
+        block_size = self._llm.config.block_size
+        whole = self._prefix[: len(self._prefix) // block_size * block_size]
+        if whole and self._llm.config.enable_prefix_caching:
+            request = self._llm._request(
+                None, whole, _DEFAULT_PARAMS, self._salt, prefill_only=True
+            )
+            self._llm._run([request], show_progress=False)
+
+    @overload
+    def ask(
+        self, question: str, sampling_params: SamplingParams | None = None
+    ) -> RequestOutput: ...
+
+    @overload
+    def ask(
+        self, question: Sequence[str], sampling_params: SamplingParams | None = None
+    ) -> list[RequestOutput]: ...
+
+    def ask(
+        self, question: str | Sequence[str], sampling_params: SamplingParams | None = None
+    ) -> RequestOutput | list[RequestOutput]:
+        """Answer one question, or several as one batch. Default: greedy, at most 128 tokens."""
+        questions = [question] if isinstance(question, str) else list(question)
+        requests = [
+            self._llm._request(
+                each, self.prompt_token_ids(each), sampling_params or _DEFAULT_PARAMS, self._salt
+            )
+            for each in questions
+        ]
+        outputs = self._llm._run(requests, show_progress=False)
+        return outputs[0] if isinstance(question, str) else outputs
+
+    def prompt_token_ids(self, question: str) -> list[int]:
+        """The whole prompt of one question."""
+        if not question.strip():
+            raise ConfigError("the question is empty")
+        return self._prefix + self._between + _encode(self._llm.tokenizer, question) + self._after
+
+    def residency(self) -> dict[str, int]:
+        """Tokens of the document by the fastest tier that holds them now; the rest is in none."""
+        core, size = self._llm._core, self._llm.config.block_size
+        tokens = encode_tokens(self._prefix)
+        lookup = core.call(
+            lambda: core.store.lookup(tokens, self._salt, num_reusable=len(self._prefix), peek=True)
+        )
+        core.wait_for(lambda: lookup.is_ready)
+        return {tier.value: size * lookup.sources.count(tier) for tier in TierName}
+
+
+def _template_parts(tokenizer: Any) -> tuple[str, str, str]:
+    """Text before the document, between document and question, and after the question."""
+    if not getattr(tokenizer, "chat_template", None):
+        return tokenizer.bos_token or "", "\n\nQuestion: ", "\nAnswer:"
+    rendered: str = tokenizer.apply_chat_template(
+        [{"role": "user", "content": f"{_DOCUMENT}\n\n{_QUESTION}"}],
+        add_generation_prompt=True,
+        tokenize=False,
+        date_string=_DATE.strftime("%d %b %Y"),
+        strftime_now=_DATE.strftime,
+    )
+    before, _, rest = rendered.partition(_DOCUMENT)
+    between, _, after = rest.partition(_QUESTION)
+    if not (before or between) or rendered.count(_DOCUMENT) != 1:
+        raise ConfigError("the model's chat template does not print the user's message once")
+    return before, between, after
+
+
+def _encode(tokenizer: Any, text: str, *, is_template: bool = False) -> list[int]:
+    return list(
+        tokenizer(
+            text, add_special_tokens=False, split_special_tokens=not is_template, verbose=False
+        )["input_ids"]
+    )

@@ -1,0 +1,345 @@
+"""``LLM``: the blocking front of the engine, with vLLM's names."""
+
+import atexit
+import contextlib
+import inspect
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+# GNU OpenMP's threads spin at barriers by default; a transfer thread that takes a core for a moment
+# then costs a forward many times that moment. Must be set before torch loads the library.
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+import transformers
+
+from engine.config import EngineConfig
+from engine.core import CoreLimits, EngineCore
+from engine.detokenizer import Detokenizer
+from engine.model_loader import LoadedModel, load_model
+from engine.outputs import RequestOutput
+from engine.parts import build_parts
+from engine.request import Request
+from engine.sampler import make_generator
+from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence as SampleSequence
+from kvstore.block import TierName
+from kvstore.errors import ConfigError
+from kvstore.stats import StoreStats
+
+if TYPE_CHECKING:
+    from engine.document import Document
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+_EXIT_TIMEOUT_S = 30.0  # to write what is dirty when the interpreter ends without close()
+_open_engines: "weakref.WeakSet[LLM]" = weakref.WeakSet()
+
+
+class LLM:
+    """A language model with a tiered KV cache.
+
+    Takes every field of ``EngineConfig`` as a keyword. Methods may be called from any thread; each
+    blocks its caller until the answer is there. Use it as a context manager, or call ``close()``:
+    that writes what disk does not hold yet.
+
+    Raises ``ConfigError`` for a setting, model or cache directory that cannot be used, in one line
+    that says what to change.
+    """
+
+    def __init__(self, model: str = "demo", **settings: Any) -> None:
+        self.config = EngineConfig.of(model=model, **settings)
+        self._loaded: LoadedModel = load_model(
+            self.config.model,
+            dtype=self.config.dtype,
+            device=self.config.device,
+            block_size=self.config.block_size,
+            max_model_len=self.config.max_model_len,
+            tokenizer=self.config.tokenizer,
+            revision=self.config.revision,
+            trust_remote_code=self.config.trust_remote_code,
+            deterministic=self.config.deterministic,
+            skip_tokenizer_init=self.config.skip_tokenizer_init,
+        )
+        self.tokenizer = self._loaded.tokenizer
+        self.max_model_len = self._loaded.max_model_len
+        self._core = EngineCore(
+            lambda on_event: build_parts(self.config, self._loaded, on_event),
+            CoreLimits(
+                max_num_seqs=self.config.max_num_seqs,
+                max_num_batched_tokens=self.config.max_num_batched_tokens,
+                use_cache=self.config.enable_prefix_caching,
+            ),
+        )
+        _open_engines.add(self)
+
+    # ---- answers -------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        cache_salt: str | None = None,
+    ) -> list[RequestOutput]:
+        """Answer prompts, all as one continuously batched set, in the order they were given.
+
+        A prompt is text, a list of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids":
+        ids}``. ``sampling_params`` is one for all (default ``SamplingParams()``) or one each.
+        Prompts with different ``cache_salt`` never share blocks. Shows a progress bar on a
+        terminal. After Ctrl-C the prompts of this call are aborted.
+        """
+        many = _as_prompts(prompts)
+        params = _as_params(sampling_params, len(many))
+        requests = [
+            self._request(*self._tokenize(prompt), each, cache_salt or "")
+            for prompt, each in zip(many, params, strict=True)
+        ]
+        return self._run(requests, show_progress=use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        cache_salt: str | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several, given as messages with role and content."""
+        tokenizer = self._need_tokenizer("chat()")
+        conversations: Any = (
+            [messages] if messages and isinstance(messages[0], Mapping) else messages
+        )
+        prompts = [
+            tokenizer.apply_chat_template(
+                list(conversation), add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, cache_salt=cache_salt)
+
+    def document(
+        self,
+        text_or_path: str | os.PathLike[str],
+        *,
+        pin: bool = False,
+        prefill: bool = True,
+        cache_salt: str | None = None,
+    ) -> "Document":
+        """A document to ask questions about. A ``str`` is its text, a path the file that holds it.
+
+        With ``prefill`` it is read now, unless the cache holds it, so that questions find it there;
+        without, the first question reads it. Raises ``ConfigError`` when it is empty or longer than
+        the model's context.
+        """
+        from engine.document import Document
+
+        text = text_or_path if isinstance(text_or_path, str) else read_document(text_or_path)
+        document = Document(self, text, salt=cache_salt or "")
+        if prefill:
+            document.prefill()
+        return document
+
+    # ---- the cache -----------------------------------------------------------------------------
+
+    def stats(self) -> StoreStats:
+        """A frozen snapshot of the cache; reading it changes nothing."""
+        return self._core.call(lambda: self._core.store.stats())
+
+    def reset_prefix_cache(self, tier: str | None = None) -> int:
+        """Forget this model's cached blocks in one tier, or in all of them. Blocks in use are
+        skipped; returns how many were."""
+        name = None if tier is None else _tier_name(tier)
+        return self._core.call(lambda: self._core.store.reset(name))
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until disk holds every cached block; False when ``timeout`` seconds ran out."""
+        store = self._core.store
+        self._core.call(store.urge)
+        return self._core.wait_for(lambda: store.is_clean, timeout)
+
+    def close(self, timeout: float | None = None) -> None:
+        """Abort running requests, write what is dirty within ``timeout`` seconds, free memory.
+
+        Calling it again does nothing."""
+        _open_engines.discard(self)
+        self._core.close(timeout)
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ---- for the other fronts of this package --------------------------------------------------
+
+    def _request(
+        self,
+        text: str | None,
+        token_ids: list[int],
+        params: SamplingParams,
+        salt: str,
+        *,
+        prefill_only: bool = False,
+    ) -> Request:
+        """A request, checked against the model's context."""
+        limit = self.max_model_len - (0 if prefill_only else 1)
+        if not token_ids:
+            raise ConfigError("the prompt is empty: it has no tokens")
+        if len(token_ids) > limit:
+            raise ConfigError(
+                f"the prompt has {len(token_ids)} tokens and the model takes {limit} beside its "
+                f"answer: cut {len(token_ids) - limit}"
+            )
+        if not 0 <= min(token_ids) <= max(token_ids) < self._loaded.vocab_size:
+            raise ConfigError(
+                f"prompt token ids: expected integers in [0, {self._loaded.vocab_size})"
+            )
+        request_id = self._core.next_request_id()
+        most = self.max_model_len if params.max_tokens is None else params.max_tokens
+        seed = self.config.seed + int(request_id) if params.seed is None else params.seed
+        samples = [
+            SampleSequence(
+                request_id=request_id,
+                index=index,
+                params=params,
+                salt=salt,
+                token_ids=list(token_ids),
+                num_prompt=len(token_ids),
+                max_len=min(len(token_ids) + most, self.max_model_len),
+                eos_token_ids=frozenset(self._loaded.eos_token_ids),
+                detokenizer=self._detokenizer(token_ids, params),
+                generator=None if params.is_greedy else make_generator(seed + index),
+                prefill_only=prefill_only,
+            )
+            for index in range(1 if prefill_only else params.n)
+        ]
+        return Request(request_id, text, list(token_ids), params, time.monotonic(), samples)
+
+    def _run(self, requests: Sequence[Request], *, show_progress: bool) -> list[RequestOutput]:
+        """Submit and wait. Any exception here aborts what is still running."""
+        pending = {request.result for request in requests}
+        try:
+            for request in requests:
+                self._core.submit(request)
+            with _progress(len(requests), show_progress) as advance:
+                while pending:
+                    done, pending = wait(pending, return_when=FIRST_COMPLETED)
+                    for result in done:
+                        advance(result.result())
+        except BaseException:
+            self._core.abort([request.request_id for request in requests])
+            raise
+        return [request.result.result() for request in requests]
+
+    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            if set(prompt) not in ({"prompt"}, {"prompt_token_ids"}):
+                raise ConfigError(
+                    'a prompt dictionary has one key, "prompt" or "prompt_token_ids", got '
+                    + ", ".join(map(repr, prompt))
+                )
+            prompt = next(iter(prompt.values()))
+        if isinstance(prompt, str):
+            tokenizer = self._need_tokenizer("a text prompt")
+            return prompt, list(tokenizer(prompt, verbose=False)["input_ids"])
+        try:
+            return None, [int(token_id) for token_id in prompt]
+        except (TypeError, ValueError):
+            raise ConfigError("a prompt is text or a list of token ids") from None
+
+    def _need_tokenizer(self, what: str) -> Any:
+        if self.tokenizer is None:
+            raise ConfigError(
+                f"{what} needs a tokenizer: pass token ids, or leave skip_tokenizer_init off"
+            )
+        return self.tokenizer
+
+    def _detokenizer(self, token_ids: list[int], params: SamplingParams) -> Detokenizer | None:
+        if self.tokenizer is None:
+            if params.stop_strings:
+                self._need_tokenizer("stop=")
+            return None
+        return Detokenizer(self.tokenizer, token_ids, params.stop_strings)
+
+
+LLM.__signature__ = inspect.signature(EngineConfig)  # type: ignore[attr-defined]
+
+
+def read_document(path: os.PathLike[str]) -> str:
+    """A text file's content. Raises ``ConfigError`` in one line for what cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"document {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError:
+        raise ConfigError(f"document {path}: not UTF-8 text; convert it to plain text") from None
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    many = list(prompts)
+    if many and all(isinstance(item, int) for item in many):
+        return [many]
+    return many
+
+
+def _as_params(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise ConfigError(
+            f"sampling_params: expected one for all or {count}, one a prompt, got {len(params)}"
+        )
+    return list(params)
+
+
+def _tier_name(tier: str) -> TierName:
+    try:
+        return TierName(tier)
+    except ValueError:
+        names = ", ".join(name.value for name in TierName)
+        raise ConfigError(f"tier: expected one of {names}, got {tier!r}") from None
+
+
+@contextlib.contextmanager
+def _progress(total: int, is_wanted: bool) -> Iterable[Callable[[RequestOutput], None]]:
+    """A bar on stderr for people; nothing where it is not a terminal."""
+    if not (is_wanted and total > 1 and sys.stderr.isatty()):
+        yield lambda output: None
+        return
+    bar = transformers.utils.logging.tqdm(total=total, desc="prompts", unit="prompt")
+    cached = tokens = 0
+
+    def advance(output: RequestOutput) -> None:
+        nonlocal cached, tokens
+        cached += output.num_cached_tokens
+        tokens += len(output.prompt_token_ids)
+        bar.set_postfix_str(f"{cached / max(tokens, 1):.0%} of prompt tokens cached")
+        bar.update()
+
+    with bar:
+        yield advance
+
+
+@atexit.register
+def _close_all() -> None:
+    for engine in list(_open_engines):
+        engine.close(_EXIT_TIMEOUT_S)

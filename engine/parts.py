@@ -1,0 +1,123 @@
+"""Puts an engine together: device pool, tiers, store and model runner for one configuration."""
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from engine.config import EngineConfig
+from engine.model_loader import LoadedModel
+from engine.model_runner import ModelRunner
+from kvstore.config import parse_size
+from kvstore.disk import DiskStore
+from kvstore.errors import ConfigError, TierBrokenError
+from kvstore.hashing import namespace_id
+from kvstore.store import BlockStore
+from kvstore.tiers.base import BlockCopier, BlockPool
+from kvstore.tiers.disk import LmdbTier
+from kvstore.tiers.host import HostPool
+
+logger = logging.getLogger(__name__)
+
+_CPU_DEVICE_CACHE = 2 << 30
+_CUDA_HOST_CACHE = 4 << 30
+
+
+def build_parts(
+    config: EngineConfig, loaded: LoadedModel, on_event: Callable[[], None]
+) -> tuple[BlockStore, ModelRunner]:
+    """The store and the runner that shares its device pool; the caller's thread owns both."""
+    store_config = config.resolved_store_config()
+    namespace = namespace_id(loaded.identity)
+    pool, copier, tensor = _device_pool(config, loaded)
+    host_blocks = _host_blocks(config, loaded)
+    disk, disk_off = _open_disk(config, loaded, namespace)
+    try:
+        runner = ModelRunner(
+            loaded,
+            tensor,
+            attention_backend=config.attention_backend,
+            enforce_eager=config.enforce_eager,
+        )
+        store = BlockStore(
+            loaded.layout,
+            namespace,
+            pool,
+            copier=copier,
+            host_blocks=host_blocks,
+            disk=LmdbTier(disk) if disk else None,
+            disk_off=disk_off,
+            config=store_config,
+            on_event=on_event,
+        )
+    except BaseException:
+        if disk:
+            disk.close()
+        raise
+    return store, runner
+
+
+def _device_pool(
+    config: EngineConfig, loaded: LoadedModel
+) -> tuple[BlockPool, BlockCopier | None, torch.Tensor]:
+    layout, block_bytes = loaded.layout, loaded.layout.block_bytes
+    needed = layout.blocks_for(loaded.max_model_len)
+    if config.device_cache != "auto":
+        size = parse_size(config.device_cache, "device_cache")
+    elif loaded.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(loaded.device)
+        size = int(free * config.gpu_memory_utilization)
+    else:
+        size = max(_CPU_DEVICE_CACHE, needed * block_bytes)
+    if size // block_bytes < needed:
+        raise ConfigError(
+            f"device_cache: {size} bytes hold {size // block_bytes} blocks, one sequence of "
+            f"{loaded.max_model_len} tokens needs {needed}: give at least "
+            f"{-(-needed * block_bytes // 2**20)}MiB, or a smaller max_model_len"
+        )
+    if loaded.device.type == "cuda":
+        from kvstore.tiers.device import CudaCopier, CudaPool
+
+        cuda_pool = CudaPool(size // block_bytes, layout, loaded.device)
+        return cuda_pool, CudaCopier(cuda_pool), cuda_pool.tensor
+    pool = HostPool(size // block_bytes, block_bytes)
+    tensor = torch.from_numpy(pool.rows).view(loaded.dtype).view(-1, *layout.shape)
+    return pool, None, tensor
+
+
+def _host_blocks(config: EngineConfig, loaded: LoadedModel) -> int:
+    if not config.enable_prefix_caching:
+        return 0
+    if config.host_cache != "auto":
+        size = parse_size(config.host_cache, "host_cache")
+    else:
+        size = _CUDA_HOST_CACHE if loaded.device.type == "cuda" else 0
+    if 0 < size < loaded.layout.block_bytes:
+        raise ConfigError(
+            f"host_cache: {size} bytes hold no block; give at least {loaded.layout.block_bytes}, "
+            "or 0 for no host tier"
+        )
+    return size // loaded.layout.block_bytes
+
+
+def _open_disk(
+    config: EngineConfig, loaded: LoadedModel, namespace: bytes
+) -> tuple[DiskStore | None, str]:
+    """The disk store, or None and why. A directory that broke costs the tier, not the engine."""
+    if config.disk_cache is None or not config.enable_prefix_caching:
+        return None, ""
+    default = EngineConfig.__dataclass_fields__["disk_cache_size"].default
+    # Capacity belongs to the directory: only a size that was asked for changes it.
+    given = config.disk_cache_size != default
+    try:
+        disk = DiskStore.open(
+            config.disk_cache,
+            capacity_bytes=parse_size(config.disk_cache_size) if given else None,
+            config=config.resolved_store_config(),
+        )
+        if config.resolved_store_config().disk_mode == "rw":
+            disk.register_namespace(namespace, loaded.identity)
+    except TierBrokenError as error:
+        logger.error("disk tier is off: %s", error)
+        return None, str(error)
+    return disk, ""

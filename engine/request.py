@@ -1,0 +1,53 @@
+"""A request on its way through the engine: one prompt and its samples."""
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from engine.outputs import RequestMetrics, RequestOutput
+from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence, SequenceState
+from kvstore.block import TierName
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One prompt. The step thread sets ``result``; a prefill request samples nothing."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    arrival_s: float
+    sequences: list[Sequence]
+    result: "Future[RequestOutput]" = field(default_factory=Future)
+
+    @property
+    def is_finished(self) -> bool:
+        return all(sequence.state is SequenceState.FINISHED for sequence in self.sequences)
+
+    def output(self) -> RequestOutput:
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=[each.output() for each in self.sequences if not each.prefill_only],
+            finished=self.is_finished,
+            metrics=self._metrics(),
+        )
+
+    def _metrics(self) -> RequestMetrics:
+        """Times and counts of the first sample: the prompt counts once."""
+        first = self.sequences[0]
+        times, arrival = first.times, self.arrival_s
+        end = max(sequence.times.finished_at for sequence in self.sequences)
+        cached = {tier.value: (first.cached_tokens or {}).get(tier, 0) for tier in TierName}
+        return RequestMetrics(
+            ttft_s=max(0.0, times.first_token_at - arrival),
+            queue_s=max(0.0, times.running_at - arrival - times.promote_s),
+            promote_s=times.promote_s,
+            prefill_s=max(0.0, times.prefilled_at - times.prefill_at),
+            decode_s=max(0.0, end - times.first_token_at) if times.first_token_at else 0.0,
+            total_s=max(0.0, end - arrival),
+            computed_tokens=len(self.prompt_token_ids) - sum(cached.values()),
+            cached_tokens=cached,
+        )

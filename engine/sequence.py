@@ -1,0 +1,120 @@
+"""One sample of one prompt while it is being computed: its tokens, its blocks, its times."""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import torch
+
+from engine.detokenizer import Detokenizer
+from engine.outputs import CompletionOutput, Logprob
+from engine.sampler import SampledToken, SampleRequest
+from engine.sampling_params import SamplingParams
+from kvstore.block import TierName
+from kvstore.hashing import encode_tokens
+from kvstore.lease import Lease, Lookup
+
+
+class SequenceState(Enum):
+    WAITING = auto()  # for its turn, for room, or for another sequence that computes its prefix
+    PROBING = auto()  # disk is asked for the rest of its prefix
+    PROMOTING = auto()  # blocks of its prefix are on their way to the device
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+@dataclass(slots=True)
+class SequenceTimes:
+    """Clock times in seconds; 0.0 for what has not happened."""
+
+    promote_s: float = 0.0
+    promote_since: float = 0.0
+    running_at: float = 0.0
+    prefill_at: float = 0.0
+    prefilled_at: float = 0.0
+    first_token_at: float = 0.0
+    finished_at: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Owned by the step thread.
+
+    token_ids      prompt and output
+    num_prompt     of them, the prompt
+    num_computed   of them, those whose K and V lie in the lease's blocks
+    lookup, lease  what it has of the store; None before, and again after a preemption
+    cached_tokens  of the prompt, by tier, as first matched
+    prefill_only   computes its tokens and samples none
+    """
+
+    request_id: str
+    index: int
+    params: SamplingParams
+    salt: str
+    token_ids: list[int]
+    num_prompt: int
+    max_len: int
+    eos_token_ids: frozenset[int]
+    detokenizer: Detokenizer | None
+    generator: torch.Generator | None
+    prefill_only: bool = False
+    state: SequenceState = SequenceState.WAITING
+    lookup: Lookup | None = None
+    lease: Lease | None = None
+    num_computed: int = 0
+    cached_tokens: dict[TierName, int] | None = None
+    times: SequenceTimes = field(default_factory=SequenceTimes)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    token_bytes: bytearray = field(default_factory=bytearray)
+
+    def __post_init__(self) -> None:
+        self.token_bytes += encode_tokens(self.token_ids)
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt :]
+
+    def sample_request(self) -> SampleRequest:
+        return SampleRequest(self.params, self.generator, self.token_ids)
+
+    def append(self, token: SampledToken) -> None:
+        """Take a sampled token and decide whether it was the last."""
+        self.token_ids.append(token.token_id)
+        self.token_bytes += token.token_id.to_bytes(4, "little")
+        if self.params.logprobs is not None:
+            self.logprobs.append(self._named_logprobs(token))
+        is_eos = token.token_id in self.eos_token_ids and not self.params.ignore_eos
+        is_stop = token.token_id in (self.params.stop_token_ids or ())
+        stop_string = None
+        if self.detokenizer is not None and not is_eos:
+            stop_string = self.detokenizer.append(token.token_id)
+        if is_eos or is_stop or stop_string is not None:
+            self.finish_reason = "stop"
+            self.stop_reason = token.token_id if is_stop and not is_eos else stop_string
+        elif len(self.token_ids) >= self.max_len:
+            self.finish_reason = "length"
+        if self.finish_reason and self.detokenizer is not None and stop_string is None:
+            self.detokenizer.finish()
+
+    def output(self) -> CompletionOutput:
+        return CompletionOutput(
+            index=self.index,
+            text=self.detokenizer.text if self.detokenizer else "",
+            token_ids=self.output_token_ids,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            logprobs=self.logprobs if self.params.logprobs is not None else None,
+        )
+
+    def _named_logprobs(self, token: SampledToken) -> dict[int, Logprob]:
+        pairs = [*token.top_logprobs]
+        if token.logprob is not None:
+            pairs.append((token.token_id, token.logprob))
+        name = self.detokenizer.token_text if self.detokenizer else str
+        return {token_id: Logprob(logprob, name(token_id)) for token_id, logprob in pairs}
