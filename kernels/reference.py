@@ -28,9 +28,10 @@ from torch import Tensor
 
 from kernels.attention_plan import Blocks, Chunk, Group, Plan, plan_attention
 
-# Rows of one tile (query positions × heads per KV head): enough to keep the matrix units busy, few
-# enough that a tile's scores stay in the cache and that little is computed above the diagonal.
-TILE_ROWS = 384
+# Rows of one tile (query positions × heads per KV head): enough to keep the matrix units busy and to
+# outweigh torch's copy of the part of K and V that the tile sees, few enough that a tile's scores
+# stay in the cache and that little is computed above the diagonal.
+TILE_ROWS = 768
 # Most scores of one tile, in elements; a longer context gets tiles of fewer rows.
 MAX_TILE_SCORES = 1 << 24
 
@@ -140,7 +141,7 @@ class _Attention:
                 # Query i of the tile sees from first_query + first + i - window + 1 on.
                 behind = first_query + first - self.window - low
                 tile[..., :count].masked_fill_(_below(count, behind, q.device), -torch.inf)
-            result = _product(self._weights(scores, v.dtype), v[:, low:high])
+            result = torch.bmm(self._weights(scores, v.dtype), v[:, low:high])
             out[:, first : first + count] = result.view(num_kv_heads, count, heads_per_kv, head_dim)
 
     def _attend_group(self, group: Group) -> None:
@@ -155,7 +156,7 @@ class _Attention:
             scores.view(num_seqs, -1, group.length).masked_fill_(hidden[..., 0], -torch.inf)
             # 0 · NaN is NaN, and nobody wrote the slots past a sequence's end.
             v.view(num_seqs, num_kv_heads, group.length, head_dim).masked_fill_(hidden, 0)
-        result = _product(self._weights(scores, v.dtype), v)
+        result = torch.bmm(self._weights(scores, v.dtype), v)
         self.out[group.rows] = result.view(num_seqs, -1, head_dim).to(self.out.dtype)
 
     def _head_shape(self) -> tuple[int, int, int]:
@@ -169,7 +170,7 @@ class _Attention:
     def _scores(self, q: Tensor, k: Tensor) -> Tensor:
         shape = (q.shape[0], q.shape[1], k.shape[1])
         scores = _buffers.get("scores", shape, q, q.dtype)
-        _product(q, k.transpose(1, 2), out=scores)
+        torch.bmm(q, k.transpose(1, 2), out=scores)
         # A rounded tanh would lose what distinguishes large scores, so that goes in float32.
         return scores if self.softcap is None else scores.float().tanh_().mul_(self.softcap)
 
@@ -182,18 +183,6 @@ class _Attention:
         sinks = sinks.repeat(num_heads // num_kv_heads, num_rows // heads_per_kv)[..., None]
         weights = torch.softmax(torch.cat([scores.float(), sinks], -1), -1)
         return weights[..., :-1].to(dtype)
-
-
-def _product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """``a @ b`` per head. torch copies an operand of a batched product that is part of a larger
-    one, which takes longer than multiplying head by head: there, each operand is a whole run."""
-    if out is None:
-        out = a.new_empty(a.shape[0], a.shape[1], b.shape[2])
-    if b.is_contiguous() or b.transpose(1, 2).is_contiguous():
-        return torch.bmm(a, b, out=out)
-    for head in range(a.shape[0]):
-        torch.mm(a[head], b[head], out=out[head])
-    return out
 
 
 def _gather_heads(name: str, pool: Tensor, blocks: Blocks, num_seqs: int, length: int) -> Tensor:
