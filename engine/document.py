@@ -1,7 +1,6 @@
 """A document that is read once and asked many questions."""
 
 import datetime
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 from engine.outputs import RequestOutput
@@ -23,7 +22,7 @@ _DEFAULT_PARAMS = SamplingParams(temperature=0.0, max_tokens=128)
 
 
 class Document:
-    """Made by ``LLM.document``. Questions share the blocks of the text and of what stands before it.
+    """Made by ``LLM.document``. Questions share the blocks of the text and of all before it.
 
     The parts of a prompt, template, document and question, are tokenised apart and joined, so that
     no token spans a border and the document's tokens do not depend on the question. Text that looks
@@ -70,11 +69,11 @@ class Document:
 
     @overload
     def ask(
-        self, question: Sequence[str], sampling_params: SamplingParams | None = None
+        self, question: list[str], sampling_params: SamplingParams | None = None
     ) -> list[RequestOutput]: ...
 
     def ask(
-        self, question: str | Sequence[str], sampling_params: SamplingParams | None = None
+        self, question: str | list[str], sampling_params: SamplingParams | None = None
     ) -> RequestOutput | list[RequestOutput]:
         """Answer one question, or several as one batch. Default: greedy, at most 128 tokens."""
         questions = [question] if isinstance(question, str) else list(question)

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from pathlib import Path
 from types import TracebackType
@@ -291,10 +291,9 @@ def read_document(path: os.PathLike[str]) -> str:
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    many = list(prompts)
-    if many and all(isinstance(item, int) for item in many):
-        return [many]
-    return many
+    many: list[Any] = list(prompts)
+    is_one = bool(many) and all(isinstance(item, int) for item in many)
+    return [many] if is_one else many
 
 
 def _as_params(
@@ -320,7 +319,7 @@ def _tier_name(tier: str) -> TierName:
 
 
 @contextlib.contextmanager
-def _progress(total: int, is_wanted: bool) -> Iterable[Callable[[RequestOutput], None]]:
+def _progress(total: int, is_wanted: bool) -> Iterator[Callable[[RequestOutput], None]]:
     """A bar on stderr for people; nothing where it is not a terminal."""
     if not (is_wanted and total > 1 and sys.stderr.isatty()):
         yield lambda output: None

@@ -118,6 +118,6 @@ def _open_disk(
         if config.resolved_store_config().disk_mode == "rw":
             disk.register_namespace(namespace, loaded.identity)
     except TierBrokenError as error:
-        logger.error("disk tier is off: %s", error)
+        logger.warning("disk tier is off: %s", error)
         return None, str(error)
     return disk, ""

@@ -48,12 +48,12 @@ class CudaCopier:
         self._pool = pool
         self._bytes = pool.tensor.view(pool.capacity, -1).view(torch.uint8)
         device = pool.tensor.device
-        self._out = torch.cuda.Stream(device)
-        self._in = torch.cuda.Stream(device)
+        self._out = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._in = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._registered: dict[int, torch.Tensor] = {}
 
     def fence(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._pool.tensor.device))
         return event
 
@@ -82,6 +82,7 @@ class CudaCopier:
         ``pin_memory`` would round it up to a power of two."""
         address = rows.ctypes.data
         if address not in self._registered:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, rows.nbytes, 0))
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            torch.cuda.check_error(runtime.cudaHostRegister(address, rows.nbytes, 0))
             self._registered[address] = torch.from_numpy(rows)
         return self._registered[address]

@@ -2,7 +2,7 @@
 
 import heapq
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ class FreeIds:
     def __len__(self) -> int:
         return len(self._ids)
 
-    def __iter__(self):  # type: ignore[no-untyped-def]
+    def __iter__(self) -> Iterator[int]:
         return iter(self._ids)
 
     def take(self, count: int) -> list[int]:
@@ -73,7 +73,7 @@ class HostPool:
         self._free.give(block_id)
 
     def payload(self, block_id: int) -> memoryview:
-        return self.rows[block_id].data
+        return memoryview(self.rows[block_id])
 
 
 class HostCopier:
