@@ -58,6 +58,13 @@ class BlockCopier(Protocol):
     ) -> None:
         """Host rows into device blocks after ``fence``; returns when the bytes are there."""
 
+    def copy_within(self, src_ids: Sequence[int], dst_ids: Sequence[int]) -> None:
+        """Owner thread: whole device blocks into others, in order with the device's own work.
+
+        No destination is a source or named twice. On a CPU the bytes are there on return; on CUDA
+        the copy is enqueued on the current stream.
+        """
+
 
 @dataclass(frozen=True, slots=True)
 class BlockRead:

@@ -77,6 +77,10 @@ class CudaCopier:
                 self._bytes[block].copy_(host[row], non_blocking=True)
         self._in.synchronize()
 
+    def copy_within(self, src_ids: Sequence[int], dst_ids: Sequence[int]) -> None:
+        for source, target in zip(src_ids, dst_ids, strict=True):
+            self._bytes[target].copy_(self._bytes[source], non_blocking=True)
+
     def _page_locked(self, rows: Rows) -> torch.Tensor:
         """The rows as a tensor, registered with the driver: exactly their size, where
         ``pin_memory`` would round it up to a power of two."""

@@ -108,6 +108,11 @@ class HostCopier:
         for row, block, count in _runs(row_ids, block_ids):
             np.copyto(self._device.rows[block : block + count], rows[row : row + count])
 
+    def copy_within(self, src_ids: Sequence[int], dst_ids: Sequence[int]) -> None:
+        rows = self._device.rows
+        for source, target, count in _runs(src_ids, dst_ids):
+            np.copyto(rows[target : target + count], rows[source : source + count])
+
 
 def _runs(sources: Sequence[int], targets: Sequence[int]) -> list[tuple[int, int, int]]:
     """(source, target, count) of maximal stretches in which both ids go up by one."""
