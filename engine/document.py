@@ -1,6 +1,8 @@
 """A document that is read once and asked many questions."""
 
 import datetime
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from engine.outputs import RequestOutput
@@ -101,6 +103,16 @@ class Document:
         )
         core.wait_for(lambda: lookup.is_ready)
         return {tier.value: size * lookup.sources.count(tier) for tier in TierName}
+
+
+def read_document(path: os.PathLike[str]) -> str:
+    """A text file's content. Raises ``ConfigError`` in one line for what cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"document {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError:
+        raise ConfigError(f"document {path}: not UTF-8 text; convert it to plain text") from None
 
 
 def _template_parts(tokenizer: Any) -> tuple[str, str, str]:

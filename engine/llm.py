@@ -9,9 +9,8 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
-from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 # GNU OpenMP's threads spin at barriers by default; a transfer thread that takes a core for a moment
 # then costs a forward many times that moment. Must be set before torch loads the library.
@@ -22,6 +21,7 @@ import transformers
 from engine.config import EngineConfig
 from engine.core import CoreLimits, EngineCore
 from engine.detokenizer import Detokenizer
+from engine.document import Document, read_document
 from engine.model_loader import LoadedModel, load_model
 from engine.outputs import RequestOutput
 from engine.parts import build_parts
@@ -32,9 +32,6 @@ from engine.sequence import Sequence as SampleSequence
 from kvstore.block import TierName
 from kvstore.errors import ConfigError
 from kvstore.stats import StoreStats
-
-if TYPE_CHECKING:
-    from engine.document import Document
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -132,15 +129,13 @@ class LLM:
         pin: bool = False,
         prefill: bool = True,
         cache_salt: str | None = None,
-    ) -> "Document":
+    ) -> Document:
         """A document to ask questions about. A ``str`` is its text, a path the file that holds it.
 
         With ``prefill`` it is read now, unless the cache holds it, so that questions find it there;
         without, the first question reads it. Raises ``ConfigError`` when it is empty or longer than
         the model's context.
         """
-        from engine.document import Document
-
         text = text_or_path if isinstance(text_or_path, str) else read_document(text_or_path)
         document = Document(self, text, salt=cache_salt or "")
         if prefill:
@@ -276,16 +271,6 @@ class LLM:
 
 
 LLM.__signature__ = inspect.signature(EngineConfig)  # type: ignore[attr-defined]
-
-
-def read_document(path: os.PathLike[str]) -> str:
-    """A text file's content. Raises ``ConfigError`` in one line for what cannot be read."""
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"document {path}: {error.strerror or error}") from error
-    except UnicodeDecodeError:
-        raise ConfigError(f"document {path}: not UTF-8 text; convert it to plain text") from None
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
