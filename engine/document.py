@@ -110,7 +110,9 @@ def read_document(path: os.PathLike[str]) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"document {path}: {error.strerror or error}") from error
+        raise ConfigError(
+            f"document {path}: {error.strerror or error}; name a text file that can be read"
+        ) from error
     except UnicodeDecodeError:
         raise ConfigError(f"document {path}: not UTF-8 text; convert it to plain text") from None
 

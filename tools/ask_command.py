@@ -1,0 +1,142 @@
+"""``kvstore ask FILE -q …``: answer questions about a document that is read once, ever."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from engine.config import EngineConfig
+from engine.document import read_document
+from engine.outputs import RequestOutput
+from engine.sampling_params import SamplingParams
+from kvstore.config import cache_home
+from kvstore.errors import ConfigError
+from tools.command import JSON_OPTION, Command
+from tools.settings import given_values, options_for, parse_assignments
+
+_SAMPLING_DEFAULTS: dict[str, Any] = {"temperature": 0.0, "max_tokens": 128}
+
+
+def _ask(file: str, questions: tuple[str, ...], as_json: bool, **parameters: Any) -> int:
+    settings = _engine_settings(parameters)
+    sampling = SamplingParams(**_SAMPLING_DEFAULTS | given_values(parameters, SamplingParams))
+    text = sys.stdin.read() if file == "-" else read_document(Path(file))
+    if not text.strip():
+        raise ConfigError(f"document {file}: it is empty; give it some text to ask about")
+    if not all(question.strip() for question in questions):
+        raise ConfigError("-q: a question is empty; write what you want to know")
+
+    _say(f"loading the model {settings['model']}")
+    from engine.llm import LLM
+
+    with LLM(**settings) as llm:
+        disk = llm.stats().tiers["disk"]
+        if disk.state == "off" and settings.get("enable_prefix_caching", True):
+            _say(f"going on without the disk tier: {disk.reason}")
+        document = llm.document(text, prefill=False)
+        answers = []
+        for question in questions:
+            output = document.ask(question, sampling)
+            answers.append(_as_json(question, output))
+            if not as_json:
+                _print_answer(question, output, is_only=len(questions) == 1)
+        if as_json:
+            result = {
+                "model": settings["model"],
+                "document": {"tokens": document.num_tokens},
+                "answers": answers,
+            }
+            click.echo(json.dumps(result, indent=2, ensure_ascii=False))
+    return 0
+
+
+def _engine_settings(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Keywords for ``LLM``, checked before anything slow begins."""
+    given = given_values(parameters, EngineConfig)
+    settings: dict[str, Any] = {"model": "demo", "disk_cache": cache_home() / "cache"} | given
+    if "store_config" in given:
+        settings["store_config"] = parse_assignments(given["store_config"], "--store-config")
+    EngineConfig.of(**settings)
+    return settings
+
+
+def _as_json(question: str, output: RequestOutput) -> dict[str, Any]:
+    sample, metrics = output.outputs[0], output.metrics
+    answer: dict[str, Any] = {
+        "question": question,
+        "text": sample.text,
+        "token_ids": sample.token_ids,
+        "prompt_tokens": len(output.prompt_token_ids),
+        "cached_tokens": metrics.cached_tokens,
+        "computed_tokens": metrics.computed_tokens,
+        "ttft_s": metrics.ttft_s,
+        "total_s": metrics.total_s,
+        "finish_reason": sample.finish_reason,
+    }
+    if len(output.outputs) > 1:
+        answer["samples"] = [
+            {"text": each.text, "token_ids": each.token_ids, "finish_reason": each.finish_reason}
+            for each in output.outputs
+        ]
+    return answer
+
+
+def _print_answer(question: str, output: RequestOutput, *, is_only: bool) -> None:
+    if not is_only:
+        click.echo(f"> {question}")
+    for sample in output.outputs:
+        click.echo(sample.text.strip())
+    if not is_only:
+        click.echo()
+    sys.stdout.flush()
+    metrics = output.metrics
+    found = [f"{count:,} from {tier}" for tier, count in metrics.cached_tokens.items() if count]
+    _say(
+        f"{len(output.prompt_token_ids):,} prompt tokens: "
+        + ", ".join([*found, f"{metrics.computed_tokens:,} computed"])
+        + f"; first token after {metrics.ttft_s:.2f} s, all after {metrics.total_s:.2f} s"
+    )
+
+
+def _say(message: str) -> None:
+    print(f"kvstore: {message}", file=sys.stderr, flush=True)
+
+
+ask = Command(
+    name="ask",
+    callback=_ask,
+    short_help="Answer questions about a document.",
+    help="Answer questions about the text in FILE (- for stdin), one after another. What the model "
+    "made of the document is kept in --cache-dir, so that the next question, also one asked next "
+    "week, does not read it again.",
+    examples=(
+        'kvstore ask contract.txt -q "Who are the parties?" -q "When does it end?"',
+        'kvstore ask notes.md -q "What is missing?" --model ./llama --dtype bfloat16 --json',
+    ),
+    params=[
+        click.Argument(["file"], metavar="FILE"),
+        click.Option(
+            ["-q", "--question", "questions"], multiple=True, required=True, help="May be repeated."
+        ),
+        click.Option(
+            ["--cache-dir", "--disk-cache", "disk_cache"],
+            metavar="DIR",
+            help="Where blocks are kept.  [default: cache/ in the user's kvstore directory]",
+        ),
+        JSON_OPTION,
+    ],
+    sections={
+        "Engine": [
+            *options_for(EngineConfig, skip={"disk_cache", "store_config"}),
+            click.Option(
+                ["--store-config"],
+                multiple=True,
+                metavar="NAME=VALUE",
+                help="A setting of the block store, such as dirty_max_age_s=0.5. May be repeated.",
+            ),
+        ],
+        "Sampling": options_for(SamplingParams, skip={"seed"}, defaults=_SAMPLING_DEFAULTS),
+    },
+)

@@ -1,0 +1,103 @@
+"""The ``kvstore`` command: ``kvstore COMMAND …``.
+
+Every command keeps the same manners: results on stdout and talk on stderr; exit status 0 for fine,
+1 for "found something" or "failed", 2 for wrong usage, 130 after Ctrl-C, and 0 when the reader of a
+pipe has seen enough; one line and no traceback for whatever is the user's to put right.
+
+Nothing here, nor in the modules of the commands, imports torch before a command needs it: help and
+everything that only looks at a directory answer at once.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from kvstore.errors import ConfigError, KVStoreError
+from tools.ask_command import ask
+from tools.command import Group
+from tools.inspect_command import inspect
+from tools.verify_command import verify
+
+FINE, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+def _print_version(context: click.Context, _option: click.Parameter, is_given: bool) -> None:
+    if is_given:
+        from importlib.metadata import version
+
+        click.echo(f"kvstore {version('tiered-kvstore')}")
+        context.exit()
+
+
+cli = Group(
+    name="kvstore",
+    help="Ask long documents many questions, and look after the KV cache that makes it quick.",
+    examples=(
+        'kvstore ask contract.txt -q "Who are the parties?" -q "When does it end?"',
+        "kvstore inspect ~/.cache/kvstore/cache",
+    ),
+    params=[
+        click.Option(
+            ["--version"],
+            is_flag=True,
+            expose_value=False,
+            is_eager=True,
+            callback=_print_version,
+            help="Print the version and exit.",
+        )
+    ],
+    commands=[ask, inspect, verify],
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit status. Prints every error that is the user's."""
+    try:
+        status = _dispatch(list(arguments))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more at its end; that must not fail.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FINE
+    except (KeyboardInterrupt, click.Abort):
+        print("kvstore: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except click.UsageError as error:
+        command = error.ctx.command_path if error.ctx else "kvstore"
+        print(f"{command}: {error.format_message()} (see {command} --help)", file=sys.stderr)
+        return WRONG_USAGE
+    except ConfigError as error:
+        print(f"kvstore: {error}", file=sys.stderr)
+        return WRONG_USAGE
+    except (KVStoreError, click.ClickException) as error:
+        print(f"kvstore: {error}", file=sys.stderr)
+        return FAILED
+    return status
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if instruction := os.environ.get("_KVSTORE_COMPLETE"):
+        from click.shell_completion import shell_complete
+
+        return shell_complete(cli, {}, "kvstore", "_KVSTORE_COMPLETE", instruction)
+    try:
+        with cli.make_context("kvstore", arguments) as context:
+            status: int | None = cli.invoke(context)
+            return status or FINE
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return WRONG_USAGE
+    except click.exceptions.Exit as done:
+        return done.exit_code
+
+
+if __name__ == "__main__":
+    main()

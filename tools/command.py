@@ -1,0 +1,57 @@
+"""What the help of every command looks like: usage, examples, words, options in sections."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import click
+
+
+class Command(click.Command):
+    """A click command whose help starts with examples.
+
+    ``sections`` holds further options under headings of their own.
+    """
+
+    def __init__(
+        self,
+        *arguments: Any,
+        examples: Sequence[str] = (),
+        params: Sequence[click.Parameter] = (),
+        sections: Mapping[str, Sequence[click.Option]] | None = None,
+        **keywords: Any,
+    ) -> None:
+        self.examples = examples
+        self.sections = sections or {}
+        further = [option for options in self.sections.values() for option in options]
+        super().__init__(*arguments, params=[*params, *further], **keywords)
+
+    def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_usage(ctx, formatter)
+        if self.examples:
+            with formatter.section("Examples"):
+                for example in self.examples:
+                    formatter.write(f"{'':{formatter.current_indent}}{example}\n")
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        placed = {id(option) for options in self.sections.values() for option in options}
+        main = [
+            param
+            for param in self.get_params(ctx)
+            if isinstance(param, click.Option) and id(param) not in placed
+        ]
+        for heading, params in {"Options": main, **self.sections}.items():
+            records = [record for param in params if (record := param.get_help_record(ctx))]
+            if records:
+                with formatter.section(heading):
+                    formatter.write_dl(records)
+
+
+class Group(Command, click.Group):
+    """A command of commands with the same help."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        Command.format_options(self, ctx, formatter)
+        self.format_commands(ctx, formatter)
+
+
+JSON_OPTION = click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON object.")

@@ -1,0 +1,52 @@
+"""``kvstore inspect DIR``: what is in a cache directory, beside a running engine or without one."""
+
+import json
+from typing import Any
+
+import click
+
+from tools.command import JSON_OPTION, Command
+from tools.sizes import format_bytes
+
+
+def _inspect(directory: str, as_json: bool) -> int:
+    from kvstore.disk.offline import summarize
+
+    summary = summarize(directory)
+    click.echo(json.dumps(summary, indent=2) if as_json else _describe(summary))
+    return 0
+
+
+def _describe(summary: dict[str, Any]) -> str:
+    lines = [
+        f"cache       {summary['path']}",
+        f"size        {format_bytes(summary['file_bytes'])} on disk, "
+        f"{format_bytes(summary['used_bytes'])} in use, "
+        f"{format_bytes(summary['capacity_bytes'])} at most",
+        f"blocks      {summary['blocks']:,} ({summary['tokens']:,} tokens)",
+    ]
+    for namespace in summary["namespaces"]:
+        lines += [
+            "",
+            f"model       {namespace['model'] or 'unknown'} ({namespace['id'][:12]})",
+            f"  format    {namespace['dtype'] or '?'}, {namespace['block_size'] or '?'} tokens a "
+            f"block, {namespace['num_layers'] or '?'} layers of {namespace['num_kv_heads'] or '?'} "
+            f"heads of {namespace['head_dim'] or '?'}",
+            f"  blocks    {namespace['blocks']:,} ({namespace['tokens']:,} tokens), "
+            f"{format_bytes(namespace['bytes'])}",
+        ]
+    return "\n".join(lines)
+
+
+inspect = Command(
+    name="inspect",
+    callback=_inspect,
+    short_help="Show what is in a cache directory.",
+    help="Show what is in a cache directory: sizes, blocks, and which models they belong to. "
+    "Opens it read-only; an engine may be using it.",
+    examples=(
+        "kvstore inspect ~/.cache/kvstore/cache",
+        "kvstore inspect --json ~/.cache/kvstore/cache | jq .blocks",
+    ),
+    params=[click.Argument(["directory"], metavar="DIR"), JSON_OPTION],
+)
