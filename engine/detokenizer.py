@@ -75,6 +75,11 @@ class Detokenizer:
         self._num_delivered = max(self._num_delivered, end)
         return delta
 
+    def token_text(self, token_id: int) -> str:
+        """What one token says on its own, special tokens included; to show logprobs."""
+        text: str = self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
+        return text
+
     def _decode(self, token_ids: list[int]) -> str:
         text: str = self._tokenizer.decode(
             token_ids,

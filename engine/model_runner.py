@@ -1,0 +1,183 @@
+"""Runs one step of any number of sequences as one packed forward on the device pool.
+
+All new tokens of all sequences form one row ``[1, num_tokens]``. Which token belongs to which
+sequence, and where its K and V lie, is known to the attention function alone; everything else in a
+transformer works token by token.
+
+Does not know requests, prefixes or sampling, and does not decide which blocks are used.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from engine.attention import attention_backend as find_attention_backend
+from engine.forward_context import ForwardContext, LayerCache, StepMetadata, forward_context
+
+if TYPE_CHECKING:
+    from engine.model_loader import LoadedModel
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceStep:
+    """One sequence's part of a step.
+
+    token_ids     its new tokens, at least one
+    num_prefix    positions before them, whose K and V are in the pool
+    block_ids     blocks of all its positions in order, those of the new tokens included
+    wants_logits  whether the logits of its last token are needed
+    """
+
+    token_ids: Sequence[int]
+    num_prefix: int
+    block_ids: Sequence[int]
+    wants_logits: bool
+
+
+class ModelRunner:
+    """A model on its device pool. Not thread-safe; several runners may share one model.
+
+    loaded             its attention must be set to ``engine.attention.PAGED``, as the loader does
+    pool               [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], the
+                       caller's, on the model's device and in its dtype
+    attention_backend  "auto", "torch" or "triton" (see ``engine.attention``)
+    enforce_eager      never replay captured CUDA graphs
+    """
+
+    def __init__(
+        self,
+        loaded: "LoadedModel",
+        pool: torch.Tensor,
+        *,
+        attention_backend: str = "auto",
+        enforce_eager: bool = False,
+    ) -> None:
+        if tuple(pool.shape[1:]) != loaded.layout.shape or pool.dtype != loaded.dtype:
+            raise ValueError(
+                f"pool: expected [num_blocks, {', '.join(map(str, loaded.layout.shape))}] "
+                f"{loaded.dtype}, got {list(pool.shape)} {pool.dtype}"
+            )
+        self._loaded = loaded
+        self._pool = pool
+        self._attention_backend = attention_backend
+        self._enforce_eager = enforce_eager
+        self._block_size = loaded.layout.block_size
+        layers = {
+            module: LayerCache(pool[:, layer, 0], pool[:, layer, 1], window)
+            for module, layer, window in zip(
+                loaded.attention_modules, loaded.layer_order, loaded.windows, strict=True
+            )
+        }
+        backend = find_attention_backend(attention_backend, pool.device, loaded.layout.head_dim)
+        self._context = ForwardContext(layers, backend)
+
+    def execute(self, steps: Sequence[SequenceStep]) -> torch.Tensor:
+        """Run the new tokens of all ``steps``; their K and V are in the pool afterwards.
+
+        Returns float32 logits [number of steps that want them, vocab_size] in order, an inference
+        tensor on the device. A block may be in several steps as long as only one writes to it.
+        """
+        last, num_tokens = [], 0
+        for step in steps:
+            num_tokens += len(step.token_ids)
+            if step.wants_logits:
+                last.append(num_tokens - 1)
+        return self._forward(steps, last)
+
+    def score(self, steps: Sequence[SequenceStep]) -> torch.Tensor:
+        """Like ``execute``, but logits of every new token [num_tokens, vocab_size]."""
+        return self._forward(steps, range(sum(len(step.token_ids) for step in steps)))
+
+    def warm_up(self) -> None:
+        """A prefill and a decode step on blocks of its own: compiles kernels, loads libraries."""
+        num_blocks = 4
+        pool = self._pool.new_zeros((num_blocks, *self._pool.shape[1:]))
+        runner = ModelRunner(
+            self._loaded,
+            pool,
+            attention_backend=self._attention_backend,
+            enforce_eager=self._enforce_eager,
+        )
+        longest = num_blocks * self._block_size - 1
+        num_tokens = min(longest, self._loaded.max_model_len - 1)
+        table = range(num_blocks)
+        if num_tokens:
+            runner.execute([SequenceStep([0] * num_tokens, 0, table, True)])
+        logits = runner.execute([SequenceStep([0], num_tokens, table, True)])
+        logits.argmax().item()  # waits for the device
+
+    def _forward(self, steps: Sequence[SequenceStep], keep: Sequence[int]) -> torch.Tensor:
+        token_ids, positions, kept, metadata = self._build(steps, keep)
+        with torch.inference_mode(), forward_context(self._context, metadata):
+            output = self._loaded.model(
+                input_ids=token_ids[None],
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=kept,
+            )
+            logits: torch.Tensor = output.logits[0].float()
+        return logits
+
+    def _build(
+        self, steps: Sequence[SequenceStep], keep: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, StepMetadata]:
+        """Tensors of a step, in two copies to the device.
+
+            int64  slot_mapping [n] ‖ token_ids [n] ‖ positions [n] ‖ kept logits
+            int32  block_tables [s, widest] ‖ seq_lens [s] ‖ cu_seqlens_q [s + 1]
+
+        Parts that kernels read begin at multiples of 16 bytes: another alignment would be
+        another binary.
+        """
+        num_seqs = len(steps)
+        num_new = np.fromiter((len(step.token_ids) for step in steps), np.int32, num_seqs)
+        prefix = np.fromiter((step.num_prefix for step in steps), np.int32, num_seqs)
+        seq_lens = prefix + num_new
+        num_blocks = -(-seq_lens // self._block_size)
+        widest, num_tokens = int(num_blocks.max()), int(num_new.sum())
+
+        lens_at = _aligned(num_seqs * widest)
+        cu_at = lens_at + _aligned(num_seqs)
+        small = np.zeros(cu_at + num_seqs + 1, np.int32)
+        tables = small[: num_seqs * widest].reshape(num_seqs, widest)
+        cu_seqlens = small[cu_at:]
+        small[lens_at : lens_at + num_seqs] = seq_lens
+        np.cumsum(num_new, out=cu_seqlens[1:])
+
+        large = np.empty(3 * num_tokens + len(keep), np.int64)
+        slots, token_ids, positions = large[: 3 * num_tokens].reshape(3, num_tokens)
+        large[3 * num_tokens :] = keep
+        for row, step in enumerate(steps):
+            used = num_blocks[row]
+            tables[row, :used] = step.block_ids[:used]
+            token_ids[cu_seqlens[row] : cu_seqlens[row + 1]] = step.token_ids
+        # A token's position is its sequence's prefix plus its rank among the new tokens.
+        positions[:] = np.arange(num_tokens) + np.repeat(prefix - cu_seqlens[:-1], num_new)
+        blocks = tables[np.repeat(np.arange(num_seqs), num_new), positions // self._block_size]
+        slots[:] = blocks.astype(np.int64) * self._block_size + positions % self._block_size
+
+        ints64, ints32 = self._to_device(large), self._to_device(small)
+        metadata = StepMetadata(
+            slot_mapping=ints64[:num_tokens],
+            block_tables=ints32[: num_seqs * widest].view(num_seqs, widest),
+            cu_seqlens_q=ints32[cu_at:],
+            seq_lens=ints32[lens_at : lens_at + num_seqs],
+            is_decode=num_tokens == num_seqs,
+        )
+        rows = ints64[: 3 * num_tokens].view(3, num_tokens)
+        return rows[1], rows[2], ints64[3 * num_tokens :], metadata
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        if self._pool.device.type != "cuda":
+            return tensor
+        # Page-locked, or the copy would make the host wait for the device. The caching allocator
+        # keeps the memory until the copy has run.
+        return tensor.pin_memory().to(self._pool.device, non_blocking=True)
+
+
+def _aligned(num_int32: int) -> int:
+    return -(-num_int32 // 4) * 4
