@@ -1,0 +1,662 @@
+"""One LMDB environment of this process: opened once, shared by every store on the same directory.
+
+Adds to liblmdb what it does not do: a second open in one process shares the first; a writer's
+lock with a time limit; a remap waits for the read transactions of this process (liblmdb would
+unmap under them); a forked child is refused; a file that was replaced or grown by another process
+is followed; a file in doubt is checked before liblmdb sees it, in the background, and until then
+the environment is ``CHECKING``.
+
+Does not know blocks.
+"""
+
+import contextlib
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import replace
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import lmdb
+
+from kvstore.disk import schema
+from kvstore.disk.attach import ATTACH_FILE, Attachment, Header, boot_id
+from kvstore.disk.schema import Head, SealError, Usage
+from kvstore.disk.structure import (
+    DATA_FILE,
+    CheckFailedError,
+    Finding,
+    Soundness,
+    check_deep,
+    check_light,
+    database_names,
+    pad_to_last_page,
+    set_aside,
+)
+from kvstore.errors import ConfigError, KVStoreError, StoreClosedError, TierBrokenError
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_CAPACITY_BYTES = 50 << 30
+# lock.mdb, attached, and the blocks in which a file system keeps a large file's extents
+OVERHEAD_BYTES = 128 << 10
+_SHARE_WAIT_S = 0.5  # for another process's start; a longer wait goes to the background
+_CREATE_WAIT_S = 10.0
+_MAX_READERS = 512
+
+
+class State(Enum):
+    OK = "ok"
+    CHECKING = "checking"  # the file is being judged, or another process holds it alone
+    OFF = "off"
+
+
+class WriterBusyError(Exception):
+    """Another writer held the lock for the whole time limit."""
+
+
+class _Gate:
+    """Threads inside liblmdb, counted; a remap closes the gate and waits until all have left."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._inside = 0
+        self._is_closed = False
+        self.attachment: Attachment | None = None
+
+    def enter(self) -> None:
+        with self._lock:
+            while self._is_closed:
+                self._changed.wait()
+            self._inside += 1
+            if self._inside == 1 and self.attachment is not None:
+                self.attachment.set_inside(True)
+
+    def leave(self) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                if self.attachment is not None:
+                    self.attachment.set_inside(False)
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        with self._lock:
+            while self._is_closed:
+                self._changed.wait()
+            self._is_closed = True
+            while self._inside:
+                self._changed.wait()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._is_closed = False
+                self._changed.notify_all()
+
+
+class Environment:
+    """Use ``acquire`` and ``release``, never the constructor."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        role: str,
+        durability: str,
+        is_read_only: bool,
+        raise_on_damage: bool,
+        capacity_bytes: int | None,
+    ) -> None:
+        self.directory = directory
+        self.data_file = directory / DATA_FILE
+        self.durability = durability
+        self.is_read_only = is_read_only
+        self.num_users = 0
+        self.reason: str | None = None
+        self.lock_wait_s = 0.0
+        self.waiting_since: float | None = None
+        self.generation = 0
+        self.capacity_bytes = capacity_bytes or DEFAULT_CAPACITY_BYTES
+        self.page_size = os.sysconf("SC_PAGE_SIZE")
+        self._role = role
+        self._raise_on_damage = raise_on_damage
+        self._pid = os.getpid()
+        self._gate = _Gate()
+        self._writer = threading.Lock()
+        self._lmdb: Any = None
+        self._identity: tuple[int, int] | None = None
+        self._is_marked_unsynced = False
+        self._is_closing = False
+        self._ready = threading.Event()
+        self._state = State.CHECKING
+        self._attach()
+
+    # --- coming up --------------------------------------------------------------------------------
+
+    def _attach(self) -> None:
+        """Take our place in the directory and open it, or leave that to a thread."""
+        self._ready.clear()
+        self._state = State.CHECKING
+        try:
+            attachment = Attachment(self.directory, self._role, read_only=self.is_read_only)
+        except OSError as error:
+            raise self._explain(error) from error
+        self.attachment = self._gate.attachment = attachment
+        try:
+            later = None
+            if not self.is_read_only and attachment.try_exclusive():
+                later = self._settle()
+            if later is None and not attachment.share(_SHARE_WAIT_S):
+                later = self._doing_elsewhere()
+            if later is None:
+                self._open()
+        except BaseException:
+            attachment.detach()
+            raise
+        if later is not None:
+            self.reason = later
+            thread = threading.Thread(target=self._settle_later, name="kv-disk-check", daemon=True)
+            thread.start()
+
+    def _settle(self) -> str | None:
+        """With the directory to ourselves: judge the file, clear up after those who vanished.
+
+        Returns why the file must be checked first, or None when it may be opened.
+        """
+        attachment = self.attachment
+        vanished, known = attachment.vanished(), attachment.read_header()
+        header = known or Header()
+        finding = self._check_light()
+        if finding.soundness is Soundness.DAMAGED:
+            self._give_up_file(finding.reason)
+            finding = Finding(Soundness.EMPTY)
+        num_vanished = header.num_vanished + len(vanished)
+        doubt = None
+        if finding.soundness is Soundness.DOUBTFUL:
+            doubt = finding.reason
+        elif finding.soundness is Soundness.SOUND:
+            if header.suspicion:
+                doubt = header.suspicion
+            elif any(holder.was_inside for holder in vanished):
+                doubt = "a process ended inside the database"
+            elif num_vanished > 1:
+                doubt = f"{num_vanished} processes in a row ended without closing the cache"
+            elif header.unsynced_boot not in (None, boot_id()):
+                doubt = "the machine was restarted before the cache was synced"
+            elif known is None:
+                doubt = f"{DATA_FILE} came here without its history"
+        if doubt is not None:
+            attachment.claim_slot()  # so that others can say who keeps them waiting
+            return f"checking {self.data_file}: {doubt}"
+        attachment.forget_vanished()
+        if finding.soundness is Soundness.EMPTY:
+            header, num_vanished = Header(), 0
+        attachment.write_header(replace(header, num_vanished=num_vanished))
+        return None
+
+    def _settle_later(self) -> None:
+        """Thread: wait while another holds the directory, check the file if it is ours, open."""
+        try:
+            if self.attachment.try_exclusive():
+                self._settle_by_deep_check()
+            while not self.attachment.share(0.2):
+                if self._is_closing:
+                    raise StoreClosedError(f"{self.directory}: closed before it could be opened")
+                self.reason = self._doing_elsewhere()
+            self._open()
+        except (KVStoreError, CheckFailedError, OSError, lmdb.Error) as error:
+            self.turn_off(str(error))
+        finally:
+            self._ready.set()
+
+    def _settle_by_deep_check(self) -> None:
+        finding = self._check_light()
+        if finding.soundness in (Soundness.SOUND, Soundness.DOUBTFUL):
+            problems = check_deep(self.data_file)
+            if problems:
+                self._give_up_file(problems[0])
+            elif finding.soundness is Soundness.DOUBTFUL:
+                pad_to_last_page(self.data_file, finding)
+        elif finding.soundness is Soundness.DAMAGED:
+            self._give_up_file(finding.reason)
+        self.attachment.forget_vanished()
+        self.attachment.write_header(Header())
+
+    def _check_light(self) -> Finding:
+        finding = check_light(self.data_file)
+        if finding.soundness is Soundness.FOREIGN:
+            raise ConfigError(f"{self.data_file}: {finding.reason}; choose another directory")
+        return finding
+
+    def _give_up_file(self, reason: str) -> None:
+        if self._raise_on_damage or self.is_read_only:
+            raise TierBrokenError(
+                f"{self.data_file} is damaged ({reason}); "
+                f"run: kvstore verify {self.directory} --fix",
+                tier="disk",
+            )
+        set_aside(self.data_file, reason)
+
+    def _doing_elsewhere(self) -> str:
+        holders = self.attachment.holders()
+        who = ", ".join(map(str, holders)) or "another process"
+        return f"{self.directory} is held alone by {who}"
+
+    def _open(self) -> None:
+        """Open the environment under the shared lock, create it where it is empty."""
+        finding = self._check_light()
+        if finding.soundness in (Soundness.DAMAGED, Soundness.DOUBTFUL):
+            in_use = f" and in use by {', '.join(map(str, self.attachment.holders())) or 'nobody'}"
+            raise TierBrokenError(
+                f"{self.data_file} is damaged ({finding.reason}){in_use}; "
+                f"end them, then run: kvstore verify {self.directory} --fix",
+                tier="disk",
+            )
+        is_new = finding.main_root is None
+        if is_new and self.is_read_only:
+            self.turn_off(f"{self.directory} is empty")
+            return
+        self.page_size = finding.page_size or self.page_size
+        self.attachment.claim_slot()
+        self._gate.enter()
+        try:
+            self._open_lmdb()
+            if is_new:
+                self._create()
+            head = self._open_databases()
+        except (lmdb.Error, OSError) as error:
+            self._close_lmdb()
+            raise self._explain(error) from error
+        except BaseException:
+            self._close_lmdb()
+            raise
+        finally:
+            self._gate.leave()
+        if head is not None:
+            self.adopt(head)
+        self._state, self.reason = State.OK, None
+        self._ready.set()
+
+    def _open_lmdb(self) -> None:
+        is_synced = self.durability == "power"
+        self._lmdb = lmdb.open(
+            str(self.directory),
+            map_size=0,  # as the file says
+            readonly=self.is_read_only,
+            sync=is_synced,
+            metasync=is_synced,
+            mode=0o600,
+            create=False,
+            max_readers=_MAX_READERS,
+            max_dbs=len(schema.DATABASES),
+            max_spare_txns=4,
+            lock=self.attachment.can_write,
+        )
+        stat = self.data_file.stat()
+        self._identity = (stat.st_dev, stat.st_ino)
+
+    def _explain(self, error: Exception) -> TierBrokenError:
+        if isinstance(error, lmdb.LockError):
+            return TierBrokenError(
+                f"{self.directory}: a process of another container has our pid {self._pid}; start "
+                "this one with another pid (docker --pid=host), or give it its own directory",
+                tier="disk",
+            )
+        return TierBrokenError(f"{self.directory} cannot be opened: {error}", tier="disk")
+
+    def _create(self) -> None:
+        with self._writing(self._lmdb.begin, _CREATE_WAIT_S) as txn:
+            if txn.stat()["entries"]:
+                return  # another process was faster
+            for name in schema.DATABASES:
+                self._lmdb.open_db(name, txn=txn, dupsort=name == schema.CHILDREN)
+            meta = self._lmdb.open_db(schema.META, txn=txn)
+            head = Head(1, self.capacity_bytes, 1, 0, Usage())
+            txn.put(schema.SCHEMA_KEY, str(schema.SCHEMA_VERSION).encode(), db=meta)
+            txn.put(schema.UUID_KEY, uuid.uuid4().bytes, db=meta)
+            txn.put(schema.HEAD_KEY, head.encode(), db=meta)
+
+    def _open_databases(self) -> Head | None:
+        """Take all handles; the head, or None where it is damaged (the writer rebuilds it)."""
+        self.meta = self._lmdb.open_db(schema.META, create=False)
+        with self._lmdb.begin() as txn:
+            version = txn.get(schema.SCHEMA_KEY, db=self.meta)
+            head = txn.get(schema.HEAD_KEY, db=self.meta)
+        if version != str(schema.SCHEMA_VERSION).encode():
+            found = version.decode(errors="replace") if version else "none"
+            raise TierBrokenError(
+                f"{self.directory} has schema {found}, this program knows "
+                f"{schema.SCHEMA_VERSION}; use the program that made it, or another directory",
+                tier="disk",
+            )
+        self.index = self._lmdb.open_db(schema.INDEX, create=False)
+        self.payload = self._lmdb.open_db(schema.PAYLOAD, create=False)
+        self.children = self._lmdb.open_db(schema.CHILDREN, create=False, dupsort=True)
+        self.recency = self._lmdb.open_db(schema.RECENCY, create=False)
+        self.namespaces = self._lmdb.open_db(schema.NAMESPACES, create=False)
+        try:
+            return Head.decode(head or b"")
+        except SealError:
+            return None
+
+    # --- state ------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    def wait_ready(self, timeout_s: float | None = None) -> bool:
+        """Until the environment is up or has failed; False when the time ran out."""
+        return self._ready.wait(timeout_s)
+
+    def turn_off(self, reason: str) -> None:
+        """Nothing more is read or written; logged once."""
+        if self._state is not State.OFF:
+            logger.warning("disk tier off path=%s reason=%s", self.directory, reason)
+        self._state, self.reason = State.OFF, reason
+        self._ready.set()
+
+    def report_damage(self, error: BaseException) -> None:
+        """liblmdb found its own file damaged: off now, checked and set aside at the next start."""
+        reason = f"the database is damaged: {error}"
+        header = self.attachment.read_header() or Header()
+        self.attachment.write_header(replace(header, suspicion=reason))
+        self.turn_off(reason)
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether a parent process opened this, so that it is not ours to use or close."""
+        return os.getpid() != self._pid
+
+    def check_process(self) -> None:
+        if self.is_inherited:
+            raise StoreClosedError(
+                f"{self.directory}: this process was forked from the one that opened the cache; "
+                "open it again here"
+            )
+
+    def follow_file(self) -> None:
+        """Reopen when the file at our path is not the one we hold. Raises ``TierBrokenError``."""
+        try:
+            stat = self.data_file.stat()
+        except OSError as error:
+            self.turn_off(f"{self.data_file} is gone: {error.strerror}")
+            raise TierBrokenError(self.reason or "", tier="disk") from error
+        if (stat.st_dev, stat.st_ino) == self._identity:
+            return
+        logger.warning("cache file was replaced, reopening path=%s", self.data_file)
+        self.reopen()
+
+    def reopen(self) -> None:
+        """Let go of the directory and take it again. Raises what opening raises."""
+        with self._gate.alone():
+            self._close_lmdb()
+            self.attachment.detach()
+        try:
+            self._attach()
+        except KVStoreError as error:
+            self.turn_off(str(error))
+            raise
+
+    # --- transactions -----------------------------------------------------------------------------
+
+    def begin_read(self) -> Any:
+        """A read transaction with mapped values; end it with ``end_read``, soon, in any thread."""
+        self.check_process()
+        while True:
+            self._gate.enter()
+            try:
+                if self._state is not State.OK:
+                    raise TierBrokenError(self.reason or "the disk tier is closed", tier="disk")  # noqa: TRY301
+                return self._lmdb.begin(buffers=True)
+            except lmdb.MapResizedError:
+                self._gate.leave()
+                self.resize(self.map_bytes(self.capacity_bytes), at_least_file=True)
+            except BaseException:
+                self._gate.leave()
+                raise
+
+    def end_read(self, txn: Any) -> None:
+        try:
+            txn.abort()
+        finally:
+            self._gate.leave()
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[Any]:
+        txn = self.begin_read()
+        try:
+            yield txn
+        finally:
+            self.end_read(txn)
+
+    def write(self, timeout_s: float) -> contextlib.AbstractContextManager[Any]:
+        """A write transaction: committed at the end of the block, aborted by an exception.
+
+        Begin and commit happen in the calling thread. Raises ``WriterBusyError`` when another
+        writer holds the lock for ``timeout_s``, ``TierBrokenError`` without an environment.
+        """
+        self.check_process()
+        if self._state is not State.OK:
+            raise TierBrokenError(self.reason or "the disk tier is closed", tier="disk")
+        return self._writing(self._begin_write, timeout_s)
+
+    def _begin_write(self, *, write: bool) -> Any:
+        try:
+            return self._lmdb.begin(write=write, buffers=True)
+        except lmdb.MapResizedError:
+            self._gate.leave()
+            try:
+                self.resize(self.map_bytes(self.capacity_bytes), at_least_file=True)
+            finally:
+                self._gate.enter()
+            return self._lmdb.begin(write=write, buffers=True)
+
+    @contextlib.contextmanager
+    def _writing(self, begin: Any, timeout_s: float) -> Iterator[Any]:
+        self._lock_writer(timeout_s)
+        try:
+            if not self._is_marked_unsynced and self.durability == "process":
+                header = self.attachment.read_header() or Header()
+                self.attachment.write_header(replace(header, unsynced_boot=boot_id()))
+                self._is_marked_unsynced = True
+            self._gate.enter()
+            try:
+                with begin(write=True) as txn:
+                    yield txn
+            finally:
+                self._gate.leave()
+        finally:
+            self._unlock_writer()
+
+    def _lock_writer(self, timeout_s: float) -> None:
+        if self._try_lock_writer():
+            return
+        start = self.waiting_since = time.monotonic()
+        pause = 0.0002
+        try:
+            while not self._try_lock_writer():
+                if time.monotonic() - start >= timeout_s:
+                    raise WriterBusyError
+                time.sleep(pause)
+                pause = min(2 * pause, 0.005)
+        finally:
+            self.lock_wait_s += time.monotonic() - start
+            self.waiting_since = None
+
+    def _try_lock_writer(self) -> bool:
+        """The lock among our threads, then the one among processes."""
+        if not self._writer.acquire(blocking=False):
+            return False
+        if self.attachment.try_writer_lock():
+            return True
+        self._writer.release()
+        return False
+
+    def _unlock_writer(self) -> None:
+        self.attachment.release_writer_lock()
+        self._writer.release()
+
+    # --- size -------------------------------------------------------------------------------------
+
+    def adopt(self, head: Head) -> None:
+        """Take over the directory's capacity, outside any transaction of this thread."""
+        self.generation, self.capacity_bytes = head.generation, head.capacity_bytes
+        self.resize(self.map_bytes(head.capacity_bytes))
+
+    def map_bytes(self, capacity_bytes: int) -> int:
+        pages = (capacity_bytes - OVERHEAD_BYTES) // self.page_size
+        return max(pages, 16) * self.page_size
+
+    @property
+    def map_pages(self) -> int:
+        """Pages the file may grow to now. It is larger than the capacity after that was lowered."""
+        return int(self._lmdb.info()["map_size"]) // self.page_size
+
+    @property
+    def file_pages(self) -> int:
+        """Pages of the file that were ever used, as last committed."""
+        return int(self._lmdb.info()["last_pgno"]) + 1
+
+    def resize(self, map_bytes: int, *, at_least_file: bool = False) -> None:
+        """Remap with this size, or the size in use if that is larger; waits for our readers."""
+        with self._gate.alone():
+            if self._lmdb is None:
+                return
+            if int(self._lmdb.info()["map_size"]) != map_bytes or at_least_file:
+                self._lmdb.set_mapsize(map_bytes)
+
+    def trim(self) -> None:
+        """Give back what a commit that failed for lack of space wrote behind the last page."""
+        with contextlib.suppress(WriterBusyError):
+            self._lock_writer(_CREATE_WAIT_S)
+            try:
+                end = self.file_pages * self.page_size
+                if self.data_file.stat().st_size > end:
+                    os.truncate(self.data_file, end)
+            finally:
+                self._unlock_writer()
+
+    def sync(self) -> None:
+        """fsync the file."""
+        self.check_process()
+        self._gate.enter()
+        try:
+            if self._lmdb is not None and not self.is_read_only:
+                self._lmdb.sync(True)
+        finally:
+            self._gate.leave()
+
+    # --- going down -------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """The last one out syncs the file and notes that it did; waits for a check in progress."""
+        self._is_closing = True
+        self._ready.wait()
+        is_sound = self._state is State.OK and not self.is_read_only
+        if is_sound:
+            with contextlib.suppress(lmdb.Error):
+                self.sync()
+        with self._gate.alone():
+            self._state, self.reason = State.OFF, "closed"
+            self._close_lmdb()
+        attachment = self.attachment
+        if is_sound and attachment.try_exclusive() and not attachment.vanished():
+            attachment.write_header(Header())
+        attachment.detach()
+
+    def _close_lmdb(self) -> None:
+        if self._lmdb is not None:
+            self._lmdb.close()
+            self._lmdb = None
+
+    def abandon(self) -> None:
+        """In a forked child: let go of the directory without touching what the parent uses."""
+        self._state, self.reason = State.OFF, "forked"
+        self.attachment.abandon()
+
+
+# --- one environment per directory and process ----------------------------------------------------
+
+_registry: dict[tuple[int, int], Environment] = {}
+_registry_lock = threading.Lock()
+_inherited: list[Environment] = []
+
+
+def acquire(
+    directory: Path,
+    *,
+    role: str,
+    durability: str = "process",
+    is_read_only: bool = False,
+    raise_on_damage: bool = False,
+    capacity_bytes: int | None = None,
+) -> Environment:
+    """The environment of an existing directory, one per process; pair with ``release``."""
+    with _registry_lock:
+        stat = directory.stat()
+        key = (stat.st_dev, stat.st_ino)
+        env = _registry.get(key)
+        if env is not None and not is_read_only:
+            if env.is_read_only:
+                raise ConfigError(f"{directory} is open read-only in this process; close it first")
+            if env.durability != durability:
+                raise ConfigError(
+                    f"durability: {directory} is open in this process with {env.durability!r}"
+                )
+        if env is None:
+            env = Environment(
+                directory,
+                role=role,
+                durability=durability,
+                is_read_only=is_read_only,
+                raise_on_damage=raise_on_damage,
+                capacity_bytes=capacity_bytes,
+            )
+            _registry[key] = env
+        env.num_users += 1
+        return env
+
+
+def release(env: Environment) -> None:
+    with _registry_lock:
+        env.num_users -= 1
+        if env.num_users > 0 or env in _inherited:
+            return
+        for key in [key for key, value in _registry.items() if value is env]:
+            del _registry[key]
+        env.close()
+
+
+def is_ours(directory: Path) -> bool:
+    """Whether the directory's database, if it has one, is a cache or not yet anything.
+
+    A damaged file is ours when the directory also has the file that attached processes meet at.
+    """
+    finding = check_light(directory / DATA_FILE)
+    if finding.soundness in (Soundness.DAMAGED, Soundness.FOREIGN):
+        return finding.soundness is Soundness.DAMAGED and (directory / ATTACH_FILE).exists()
+    names = database_names(directory / DATA_FILE, finding)
+    if names is None:  # a page out of place: sound for nobody, so the same question as above
+        return (directory / ATTACH_FILE).exists()
+    return not names or {schema.INDEX, schema.META, schema.RECENCY} <= set(names)
+
+
+def _after_fork_in_child() -> None:
+    """A child must not use the parent's environments: liblmdb does not survive a fork."""
+    global _registry_lock
+    _registry_lock = threading.Lock()
+    for env in _registry.values():
+        env.abandon()
+        _inherited.append(env)  # never collected: closing would act on the parent's lock table
+    _registry.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,274 @@
+"""One write transaction's view of the databases: what keeps them true together.
+
+Every change of a block goes through here, so that after each commit
+
+    the parent record of every block is there (roots have none),
+    ``children`` and ``recency`` say what ``index`` says,
+    the counters are the sums over ``index``,
+    every record that is not bad has its payload.
+
+``finish`` writes what the ledger kept in memory; without it the transaction must be aborted.
+Puts and deletes only: checksums and codecs are done before. Any method raises ``SealError`` when a
+value in its way is damaged: abort, rebuild (``repair.py``), try again. Does not know files.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore.block import PutOutcome
+from kvstore.disk import schema
+from kvstore.disk.environment import Environment
+from kvstore.disk.schema import Head, Record, SealError, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A block ready to be put: encoded and summed before the transaction begins."""
+
+    key: bytes
+    parent: bytes
+    tokens: bytes
+    depth: int
+    namespace: bytes
+    salt: bytes
+    num_tokens: int
+    stored: Any  # bytes-like, borrowed
+    nbytes: int  # of ``stored``
+    payload_bytes: int
+    codec: str
+    checksum: bytes
+
+
+class Ledger:
+    def __init__(self, env: Environment, txn: Any) -> None:
+        """``txn`` is a write transaction with mapped values (``buffers=True``)."""
+        self._env = env
+        self._txn = txn
+        self.head = Head.decode(txn.get(schema.HEAD_KEY, db=env.meta) or b"")
+        self._usage: dict[tuple[bytes, bytes], Usage] = {}
+        self._new_leaves: dict[bytes, bytes] = {}  # key → order, not yet in recency
+        self._child_cursor = txn.cursor(db=env.children)
+        self.num_evicted = 0
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def record(self, key: bytes) -> Record | None:
+        value = self._txn.get(key, db=self._env.index)
+        return None if value is None else schema.decode_record(key, value)
+
+    def has_children(self, key: bytes) -> bool:
+        return bool(self._child_cursor.set_key(key))
+
+    def usage(self, namespace: bytes, salt: bytes) -> Usage:
+        """Counters of one namespace and salt; changes to it are written by ``finish``."""
+        usage = self._usage.get((namespace, salt))
+        if usage is None:
+            key = schema.usage_key(namespace, salt)
+            value = self._txn.get(key, db=self._env.meta)
+            usage = Usage.decode(key, value) if value is not None else Usage()
+            self._usage[namespace, salt] = usage
+        return usage
+
+    def namespace_bytes(self, namespace: bytes) -> int:
+        """Bytes that all salts of a namespace hold together."""
+        prefix = schema.USAGE_PREFIX + namespace
+        cursor = self._txn.cursor(db=self._env.meta)
+        found = cursor.set_range(prefix)
+        salts = {salt for space, salt in self._usage if space == namespace}
+        while found and bytes(cursor.key()).startswith(prefix):
+            salts.add(bytes(cursor.key())[len(prefix) :])
+            found = cursor.next()
+        return sum(self.usage(namespace, salt).num_bytes for salt in salts)
+
+    def pages_used(self) -> tuple[int, int]:
+        """Pages of all trees, and those of them that are not payload (liblmdb counts both).
+
+        Free pages, and the tree that lists them, are not among them.
+        """
+        env, tree, overflow = self._env, 2, 0
+        for db in (env.index, env.payload, env.children, env.recency, env.namespaces, env.meta):
+            stat = self._txn.stat(db)
+            tree += stat["branch_pages"] + stat["leaf_pages"]
+            overflow += stat["overflow_pages"]
+        return tree + overflow, tree
+
+    # --- blocks -----------------------------------------------------------------------------------
+
+    def next_orders(self, count: int) -> int:
+        """Reserve ``count`` consecutive orders; the first of them."""
+        first = self.head.next_order
+        self.head.next_order += count
+        return first
+
+    def put(self, block: Prepared, order: int, now: float) -> PutOutcome:
+        """Admit one block below its parent. ``order`` must be one that nothing else has."""
+        env, txn, key = self._env, self._txn, block.key
+        existing = self.record(key)
+        if existing is not None and not existing.is_bad:
+            return PutOutcome.PRESENT
+        if block.depth > 0 and not self._becomes_parent(block.parent):
+            return PutOutcome.ORPHAN
+        record = Record(
+            block.parent,
+            block.tokens,
+            block.depth,
+            block.namespace,
+            block.salt,
+            block.num_tokens,
+            block.nbytes,
+            block.payload_bytes,
+            block.codec,
+            block.checksum,
+            now,
+            now,
+            schema.encode_order(order),
+            False,
+        )
+        if existing is not None:  # bad: it has children, and its payload is gone
+            self._count(key, existing, -1)
+        value = schema.encode_record(key, record)
+        txn.put(key, block.stored, db=env.payload)
+        txn.put(key, value, db=env.index)
+        if existing is None:
+            txn.put(block.parent, key, db=env.children)
+            self._new_leaves[key] = record.order
+        self._count(key, record, 1, len(value))
+        return PutOutcome.STORED
+
+    def _becomes_parent(self, key: bytes) -> bool:
+        """Take the block out of the leaves; False when there is no such block."""
+        if self._new_leaves.pop(key, None) is not None:
+            return True
+        record = self.record(key)
+        if record is None:
+            return False
+        self._txn.delete(record.order, db=self._env.recency)
+        return True
+
+    def drop(self, key: bytes, record: Record) -> bytes | None:
+        """Remove a block without children; its parent may become a leaf.
+
+        A bad parent left without children goes too. Returns the order at which an ancestor became a
+        leaf, or None.
+        """
+        env, txn = self._env, self._txn
+        while True:
+            txn.delete(key, db=env.payload)
+            txn.delete(key, db=env.index)
+            txn.delete(record.parent, key, db=env.children)
+            txn.delete(record.order, db=env.recency)
+            self._new_leaves.pop(key, None)
+            self._count(key, record, -1)
+            if record.depth == 0 or self.has_children(record.parent):
+                return None
+            key = record.parent
+            parent = self.record(key)
+            if parent is None:
+                return None
+            if not parent.is_bad:
+                txn.put(parent.order, key, db=env.recency)
+                return parent.order
+            record = parent
+
+    def discard(self, key: bytes, record: Record) -> None:
+        """Remove a block's bytes: all of it when nothing hangs below, else it becomes bad."""
+        if not self.has_children(key):
+            self.drop(key, record)
+        elif not record.is_bad:
+            self._txn.delete(key, db=self._env.payload)
+            self._count(key, record, -1)
+            bad = record._replace(is_bad=True)
+            value = schema.encode_record(key, bad)
+            self._txn.put(key, value, db=self._env.index)
+            self._count(key, bad, 1, len(value))
+
+    def touch(self, key: bytes, record: Record, order: int, now: float) -> None:
+        """The block was used: ``order`` replaces its old one."""
+        touched = record._replace(touched=now, order=schema.encode_order(order))
+        value = schema.encode_record(key, touched)
+        self._txn.put(key, value, db=self._env.index)
+        if self._txn.delete(record.order, db=self._env.recency):  # a leaf
+            self._txn.put(touched.order, key, db=self._env.recency)
+
+    def evict(
+        self,
+        num_pages: int,
+        protect: Collection[bytes],
+        *,
+        namespace: bytes | None = None,
+        salt: bytes | None = None,
+    ) -> int:
+        """Drop least recently used leaves until their pages sum to ``num_pages``; what they sum to.
+
+        Spares ``protect``; with ``namespace`` (and ``salt``) takes only what counts for it.
+        """
+        freed, position = 0, b""
+        cursor = self._txn.cursor(db=self._env.recency)
+        while freed < num_pages and cursor.set_range(position):
+            order, key = bytes(cursor.key()), bytes(cursor.value())
+            position = _after(order)
+            if key in protect:
+                continue
+            record = self.record(key)
+            if record is None:
+                raise SealError
+            if namespace is not None and record.namespace != namespace:
+                continue
+            if salt is not None and record.salt != salt:
+                continue
+            freed += self.block_pages(record.nbytes)
+            self.num_evicted += 1
+            new_leaf = self.drop(key, record)
+            if new_leaf is not None and new_leaf < position:
+                position = new_leaf
+        return freed
+
+    def block_pages(self, nbytes: int) -> int:
+        """Pages one block takes, an estimate from above for small payloads, which share theirs."""
+        page = self._env.page_size
+        if nbytes < page // 2:
+            return 1
+        return -(-(nbytes + 16) // page) + 1
+
+    def name_namespace(self, namespace: bytes, body: bytes) -> None:
+        """Write down what a namespace is, unless that is there already."""
+        value = schema.seal(namespace, body)
+        if bytes(self._txn.get(namespace, db=self._env.namespaces) or b"") != value:
+            self._txn.put(namespace, value, db=self._env.namespaces)
+
+    def set_capacity(self, capacity_bytes: int) -> None:
+        """Attached processes see the new generation at their next transaction."""
+        if self.head.capacity_bytes != capacity_bytes:
+            self.head.capacity_bytes = capacity_bytes
+            self.head.generation += 1
+
+    # --- counters ---------------------------------------------------------------------------------
+
+    def _count(
+        self, key: bytes, record: Record, sign: int, record_bytes: int | None = None
+    ) -> None:
+        if record_bytes is None:
+            record_bytes = len(schema.encode_record(key, record))
+        self.head.total.add(record, record_bytes, sign)
+        self.usage(record.namespace, record.salt).add(record, record_bytes, sign)
+
+    def finish(self) -> None:
+        """Write leaves and counters. The last call before the commit."""
+        env, txn = self._env, self._txn
+        for key, order in self._new_leaves.items():
+            txn.put(order, key, db=env.recency)
+        self._new_leaves.clear()
+        for (namespace, salt), usage in self._usage.items():
+            key = schema.usage_key(namespace, salt)
+            if usage.num_blocks or usage.num_bad:
+                txn.put(key, usage.encode(key), db=env.meta)
+            else:
+                txn.delete(key, db=env.meta)
+        self._usage.clear()
+        self.head.evicted += self.num_evicted
+        txn.put(schema.HEAD_KEY, self.head.encode(), db=env.meta)
+
+
+def _after(order: bytes) -> bytes:
+    return schema.encode_order(int.from_bytes(order, "big") + 1)

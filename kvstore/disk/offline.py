@@ -1,0 +1,90 @@
+"""What the command calls: look at a cache and tend it, beside a running engine or without one.
+
+Reads run in slices of at most 1,000 records or 50 ms, resumed by key, so that they never keep LMDB
+from reusing pages for long; what changes while they run is seen or not. Nothing here loads a model
+or imports torch.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from kvstore.disk import places, schema
+from kvstore.disk.environment import Environment
+from kvstore.disk.schema import Head, SealError, Usage
+from kvstore.disk.slices import reading
+from kvstore.disk.structure import DATA_FILE
+from kvstore.disk.verify import verify
+from kvstore.errors import TierBrokenError
+
+__all__ = ["summarize", "verify"]
+
+_SHOWN = ("model", "dtype", "block_size", "num_layers", "num_kv_heads", "head_dim")
+
+
+def summarize(path: str | Path) -> dict[str, Any]:
+    """What ``kvstore inspect`` prints: sizes and counters as last committed. O(namespaces).
+
+    An empty or half-created directory is a cache with 0 blocks. Raises ``ConfigError`` when there
+    is no such directory or it is something else, ``TierBrokenError`` when it cannot be read.
+    """
+    with reading(path) as env:
+        directory = Path(path).expanduser().absolute()
+        found: dict[str, Any] = {
+            "path": str(directory),
+            "schema_version": None,
+            "file_bytes": places.allocated_bytes(directory / DATA_FILE),
+            "used_bytes": 0,
+            "capacity_bytes": None,
+            "blocks": 0,
+            "tokens": 0,
+            "bad_blocks": 0,
+            "namespaces": [],
+        }
+        if env is None:
+            return found
+        with env.read() as txn:
+            try:
+                head = Head.decode(txn.get(schema.HEAD_KEY, db=env.meta) or b"")
+                namespaces = _namespaces(env, txn)
+            except SealError:
+                raise TierBrokenError(
+                    f"{path}: the counters are damaged; run: kvstore verify {path} --fix",
+                    tier="disk",
+                ) from None
+        found["schema_version"] = schema.SCHEMA_VERSION
+        found["used_bytes"] = head.total.num_bytes
+        found["capacity_bytes"] = head.capacity_bytes
+        found["blocks"] = head.total.num_blocks
+        found["tokens"] = head.total.num_tokens
+        found["bad_blocks"] = head.total.num_bad
+        found["namespaces"] = namespaces
+        return found
+
+
+def _namespaces(env: Environment, txn: Any) -> list[dict[str, Any]]:
+    """One row per namespace that has blocks or a name."""
+    usages: dict[bytes, Usage] = {}
+    identities: dict[bytes, dict[str, Any]] = {}
+    for raw_key, value in txn.cursor(db=env.namespaces):
+        namespace = bytes(raw_key)
+        identities[namespace] = schema.decode_identity(namespace, value)
+        usages[namespace] = Usage()
+    for raw_key, value in txn.cursor(db=env.meta):
+        key = bytes(raw_key)
+        if key.startswith(schema.USAGE_PREFIX):
+            usage = Usage.decode(key, value)
+            start = len(schema.USAGE_PREFIX)
+            total = usages.setdefault(key[start : start + schema.NAMESPACE_BYTES], Usage())
+            total.num_blocks += usage.num_blocks
+            total.num_tokens += usage.num_tokens
+            total.num_bytes += usage.num_bytes
+    return [
+        {
+            "id": namespace.hex(),
+            **{name: identities.get(namespace, {}).get(name) for name in _SHOWN},
+            "blocks": usage.num_blocks,
+            "tokens": usage.num_tokens,
+            "bytes": usage.num_bytes,
+        }
+        for namespace, usage in usages.items()
+    ]

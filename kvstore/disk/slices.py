@@ -1,0 +1,79 @@
+"""Reading a whole cache without holding a read transaction for long.
+
+An open reader keeps LMDB from reusing the pages freed since it began. So a walk over the index
+runs in slices and resumes by key: each slice is consistent in itself, the whole is not.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from kvstore.disk import environment, places
+from kvstore.disk.environment import Environment, State
+from kvstore.disk.structure import DATA_FILE, Soundness, check_light
+from kvstore.errors import ConfigError, TierBrokenError
+
+SLICE_RECORDS = 1000
+SLICE_S = 0.05
+
+
+@contextlib.contextmanager
+def reading(path: str | Path) -> Iterator[Environment | None]:
+    """The environment at ``path``, read-only; None when there is nothing in it yet.
+
+    Raises ``ConfigError`` when the path is missing or not a cache.
+    """
+    directory = existing(path)
+    finding = check_light(directory / DATA_FILE)
+    if finding.soundness is Soundness.EMPTY or (
+        finding.soundness is Soundness.SOUND and finding.main_root is None
+    ):
+        yield None
+        return
+    env = environment.acquire(directory, role="inspect", is_read_only=True)
+    try:
+        env.wait_ready()
+        if env.state is not State.OK:
+            raise TierBrokenError(env.reason or f"{directory}: cannot be read", tier="disk")
+        yield env
+    finally:
+        environment.release(env)
+
+
+def existing(path: str | Path, *, is_read_only: bool = True) -> Path:
+    """The directory of a cache, absolute. Raises ``ConfigError``."""
+    directory = Path(path).expanduser().absolute()
+    if not directory.exists():
+        raise ConfigError(f"{path}: there is no such directory; check the path")
+    places.check_directory(directory, is_read_only=is_read_only)
+    return directory
+
+
+def walk(env: Environment, db: Any, visit: Callable[[Any, bytes, Any], None]) -> None:
+    """Call ``visit(transaction, key, value)`` for every entry of a database, in key order.
+
+    ``value`` is a mapped view, and both it and the transaction are gone after the call.
+    """
+    position: bytes | None = b""
+    while position is not None:
+        with env.read() as txn:
+            position = _walk_slice(txn, db, position, visit)
+
+
+def _walk_slice(
+    txn: Any, db: Any, position: bytes, visit: Callable[[Any, bytes, Any], None]
+) -> bytes | None:
+    """One slice from ``position`` on; where the next one begins, None at the end."""
+    cursor = txn.cursor(db=db)
+    deadline = time.monotonic() + SLICE_S
+    is_there = cursor.set_range(position) if position else cursor.first()
+    for _ in range(SLICE_RECORDS):
+        if not is_there:
+            return None
+        visit(txn, bytes(cursor.key()), cursor.value())
+        is_there = cursor.next()
+        if time.monotonic() > deadline:
+            break
+    return bytes(cursor.key()) if is_there else None

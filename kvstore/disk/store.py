@@ -1,0 +1,410 @@
+"""The disk tier's library: blocks in one LMDB environment, checked, bounded, shared by processes.
+
+``probe`` and ``read_into`` may be called from any thread; what changes the cache belongs to one
+writer thread. Everything blocks; nothing here knows asyncio or torch.
+
+Losing the disk is not an error of the caller's request: reading methods answer with a miss, putting
+ones with ``FULL``, and ``stats()`` says why. Only when the environment is gone for good does
+``put_group`` raise ``TierBrokenError``.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import numpy as np
+
+from kvstore.block import BlockRef, BlockWrite, PutOutcome
+from kvstore.config import DiskConfig
+from kvstore.disk import environment, places, schema
+from kvstore.disk.codec import RAW, get_codec
+from kvstore.disk.environment import Environment, State
+from kvstore.disk.schema import Head, Record, SealError
+from kvstore.disk.writer import DAMAGE, Writer
+from kvstore.errors import (
+    BlockMissingError,
+    CorruptBlockError,
+    StoreClosedError,
+    TierBrokenError,
+)
+
+logger = logging.getLogger(__name__)
+
+_SHORT_WAIT_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class DiskEntry:
+    """One block found by ``probe``: what it takes on disk, and decoded."""
+
+    key: bytes
+    nbytes: int
+    codec: str
+    payload_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DiskStats:
+    """Counters as last committed; those marked * count this store since it was opened."""
+
+    blocks: int
+    tokens: int
+    used_bytes: int  # payloads as stored, and index records
+    file_bytes: int  # allocated on the volume
+    capacity_bytes: int
+    bad_blocks: int  # records without payload, waiting to be written anew
+    corrupt: Mapping[str, int]  # * bad blocks met, by reason
+    evictions: int  # *
+    lock_wait_s: float  # * waited for other writers, the wait in progress included
+    state: str  # "ok" | "read_only" | "checking" | "off"
+    reason: str | None  # why the state is not ok, or why the cache does not grow
+
+
+class DiskStore:
+    """Use ``open``; one per directory and process is enough, more share one environment."""
+
+    def __init__(
+        self,
+        env: Environment,
+        config: DiskConfig,
+        capacity_bytes: int | None,
+        clock: Callable[[], float],
+        monotonic: Callable[[], float],
+        lock_timeout_s: float,
+    ) -> None:
+        self._env = env
+        self._config = config
+        self._corrupt: dict[str, int] = {}
+        self._counts = threading.Lock()
+        self._is_closed = False
+        self._last_head = Head(0, env.capacity_bytes, 0, 0, schema.Usage())
+        self._writer = Writer(env, config, capacity_bytes, clock, monotonic, lock_timeout_s)
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        *,
+        capacity_bytes: int | None = None,
+        config: DiskConfig | None = None,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+        lock_timeout_s: float = 30.0,
+    ) -> "DiskStore":
+        """Open the cache at ``path``, create it where there is none. O(1): nothing is loaded.
+
+        ``capacity_bytes`` belongs to the directory: None keeps what it has (50 GiB for a new one),
+        another value changes it for every attached process. After ``lock_timeout_s`` of waiting for
+        another writer the store is read-only until it gets the lock.
+
+        Raises ``ConfigError`` for a path or size that cannot be meant, before anything is created,
+        and ``TierBrokenError`` when the directory cannot be used. A cache whose file is in doubt
+        opens in the state "checking" and serves nothing until a child process has checked it.
+        """
+        config = config if config is not None else DiskConfig()
+        places.check_capacity(capacity_bytes)
+        get_codec(config.codec)
+        is_read_only = config.disk_mode == "ro"
+        directory = places.prepare_directory(Path(path), is_read_only=is_read_only)
+        env = environment.acquire(
+            directory,
+            role="read only" if is_read_only else "engine",
+            durability=config.durability,
+            is_read_only=is_read_only,
+            raise_on_damage=config.on_corruption == "raise",
+            capacity_bytes=capacity_bytes,
+        )
+        store = cls(env, config, capacity_bytes, clock, monotonic, lock_timeout_s)
+        if store._can_write():
+            store._writer.tidy(wait_s=_SHORT_WAIT_S)
+        return store
+
+    # --- reading: any thread ----------------------------------------------------------------------
+
+    def probe(self, refs: Sequence[BlockRef]) -> list[DiskEntry]:
+        """The leading ``refs`` that are here: up to the first miss, or bad or wrong record.
+
+        Checks records, not payloads. One short read transaction, about 3 µs a block.
+        """
+        found: list[DiskEntry] = []
+        try:
+            txn = self._begin_read(follow=True)
+        except TierBrokenError:
+            return found
+        try:
+            index = self._env.index
+            for ref in refs:
+                value = txn.get(ref.key, db=index)
+                if value is None:
+                    break
+                try:
+                    record = schema.decode_record(ref.key, value)
+                except SealError:
+                    self._suspect(ref, None, "record")
+                    break
+                if record.is_bad:
+                    break
+                wrong = _mismatch(record, ref)
+                if wrong:
+                    self._suspect(ref, record, wrong)
+                    break
+                found.append(DiskEntry(ref.key, record.nbytes, record.codec, record.payload_bytes))
+        except lmdb.Error as error:
+            self._read_failed(error)
+        finally:
+            self._env.end_read(txn)
+        return found
+
+    def read_into(self, ref: BlockRef, dst: memoryview) -> None:
+        """Fill ``dst`` (writable, exactly the decoded size) with a block's verified bytes.
+
+        The copy runs inside a short read transaction, without the interpreter lock; checksum and
+        codec run after it. Raises ``BlockMissingError`` when the block is not here, and
+        ``CorruptBlockError`` when it is not what was asked for or not what was stored; then ``dst``
+        holds anything, and the writer will mark the block bad.
+        """
+        try:
+            txn = self._begin_read()
+        except TierBrokenError as error:
+            raise BlockMissingError(str(error)) from error
+        env = self._env
+        try:
+            value = txn.get(ref.key, db=env.index)
+            if value is None:
+                raise BlockMissingError(f"block {ref.key.hex()[:16]} is not on disk")
+            try:
+                record = schema.decode_record(ref.key, value)
+            except SealError:
+                raise self._corrupt_block(ref, None, "record") from None
+            if record.is_bad:
+                raise BlockMissingError(f"block {ref.key.hex()[:16]} is marked bad")
+            wrong = _mismatch(record, ref)
+            if wrong:
+                raise self._corrupt_block(ref, record, wrong)
+            view = txn.get(ref.key, db=env.payload)
+            if view is None or len(view) != record.nbytes:
+                raise self._corrupt_block(ref, record, "length")
+            if record.payload_bytes != len(dst):
+                raise CorruptBlockError(
+                    f"block {ref.key.hex()[:16]} has {record.payload_bytes} bytes, "
+                    f"{len(dst)} were expected",
+                    reason="size",
+                )
+            if record.codec == RAW:
+                stored: Any = np.frombuffer(dst, np.uint8)
+            else:
+                stored = np.empty(record.nbytes, np.uint8)
+            np.copyto(stored, np.frombuffer(view, np.uint8))
+        except lmdb.Error as error:
+            self._read_failed(error)
+            raise BlockMissingError(
+                f"block {ref.key.hex()[:16]} cannot be read: {error}"
+            ) from error
+        finally:
+            env.end_read(txn)
+        if schema.checksum(stored) != record.checksum:
+            raise self._corrupt_block(ref, record, "payload")
+        if record.codec != RAW:
+            self._decode(ref, record, stored, dst)
+
+    def children(self, parent: bytes, limit: int = 64) -> list[BlockRef]:
+        """Blocks that continue ``parent`` (a key, or the seed for roots), at most ``limit``."""
+        found: list[BlockRef] = []
+        try:
+            txn = self._begin_read(follow=True)
+        except TierBrokenError:
+            return found
+        try:
+            cursor = txn.cursor(db=self._env.children)
+            is_there = cursor.set_key(parent)
+            while is_there and len(found) < limit:
+                key = bytes(cursor.value())
+                value = txn.get(key, db=self._env.index)
+                try:
+                    record = schema.decode_record(key, value or b"")
+                except SealError:
+                    record = None
+                if record is not None and not record.is_bad and record.parent == parent:
+                    found.append(BlockRef(key, parent, record.tokens, record.depth))
+                is_there = cursor.next_dup()
+        except lmdb.Error as error:
+            self._read_failed(error)
+        finally:
+            self._env.end_read(txn)
+        return found
+
+    def stats(self) -> DiskStats:
+        """A snapshot; changes nothing."""
+        env = self._env
+        head = self._last_head
+        if not self._is_closed and env.state is State.OK:
+            try:
+                with env.read() as txn:
+                    head = Head.decode(txn.get(schema.HEAD_KEY, db=env.meta) or b"")
+                self._last_head = head
+            except (SealError, TierBrokenError, lmdb.Error):
+                head = self._last_head
+        waiting = env.waiting_since
+        wait_s = env.lock_wait_s + (time.monotonic() - waiting if waiting is not None else 0.0)
+        state, reason = self._state()
+        with self._counts:
+            corrupt = dict(self._corrupt)
+        return DiskStats(
+            blocks=head.total.num_blocks,
+            tokens=head.total.num_tokens,
+            used_bytes=head.total.num_bytes,
+            file_bytes=places.allocated_bytes(env.data_file),
+            capacity_bytes=head.capacity_bytes,
+            bad_blocks=head.total.num_bad,
+            corrupt=corrupt,
+            evictions=self._writer.num_evicted,
+            lock_wait_s=wait_s,
+            state=state,
+            reason=reason,
+        )
+
+    def wait_ready(self, timeout_s: float | None = None) -> bool:
+        """Wait until a check in progress has ended; False when the time ran out."""
+        return self._env.wait_ready(timeout_s)
+
+    # --- changing: the writer thread --------------------------------------------------------------
+
+    def register_namespace(self, namespace: bytes, identity: Mapping[str, Any]) -> None:
+        """Write down what a namespace is: model, dtype, block_size, …; ``inspect`` prints it."""
+        self._writer.register_namespace(namespace, identity)
+        if self._can_write():
+            self._writer.tidy(wait_s=_SHORT_WAIT_S)
+
+    def put_group(self, writes: Sequence[BlockWrite]) -> list[PutOutcome]:
+        """Store blocks, parents before children; one outcome each, in order.
+
+        One transaction, with the evictions it needs; several only when the group is large for the
+        cache. ``FULL`` also when another process keeps the writer's lock, the store is read-only or
+        being checked. Never raises for a full volume or map. Raises ``TierBrokenError`` when the
+        environment is gone, ``StoreClosedError`` after ``close``.
+        """
+        if self._can_write():
+            return self._writer.put_group(writes)
+        if self._env.state is State.OFF and self._config.disk_mode == "rw":
+            raise TierBrokenError(self._env.reason or "the disk tier is off", tier="disk")
+        return [PutOutcome.FULL] * len(writes)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Record that these blocks were used: leaf first, root last, so that the leaf is the older.
+
+        A block whose last recorded use is younger than ``touch_interval_s`` is passed over.
+        """
+        if self._can_write():
+            self._writer.touch(keys)
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        """Drop these blocks; how many were there. One with remaining children keeps its record."""
+        return self._writer.remove(keys) if self._can_write() else 0
+
+    def repair(self, bad: Sequence[tuple[BlockRef, Record]], *, rebuild: bool) -> bool:
+        """Mark blocks bad, and rebuild what is derived from the index; False when it must wait."""
+        return self._can_write() and self._writer.repair(bad, rebuild=rebuild)
+
+    def flush(self) -> None:
+        """Everything put is committed already; with durability "power" it is on the medium, too."""
+        if self._can_write():
+            self._writer.tidy(wait_s=_SHORT_WAIT_S)
+            if self._config.durability == "power":
+                self._env.sync()
+
+    def close(self) -> None:
+        """Give the directory back; waits for a check in progress. May be called twice."""
+        if self._is_closed:
+            return
+        if self._env.is_inherited:
+            self._is_closed = True
+            return
+        self._env.wait_ready()
+        if self._can_write():
+            self._writer.tidy(wait_s=_SHORT_WAIT_S)
+        self.stats()
+        self._is_closed = True
+        environment.release(self._env)
+
+    def __enter__(self) -> "DiskStore":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- reading, inside --------------------------------------------------------------------------
+
+    def _begin_read(self, *, follow: bool = False) -> Any:
+        if self._is_closed:
+            raise StoreClosedError(f"{self._env.directory}: the store is closed")
+        self._env.check_process()
+        if follow and self._env.state is State.OK:
+            self._env.follow_file()
+        try:
+            return self._env.begin_read()
+        except lmdb.Error as error:
+            self._read_failed(error)
+            raise TierBrokenError(str(error), tier="disk") from error
+
+    def _read_failed(self, error: lmdb.Error) -> None:
+        if isinstance(error, DAMAGE):
+            self._env.report_damage(error)
+        else:
+            logger.warning("disk read failed path=%s error=%s", self._env.directory, error)
+            self._count_corrupt("error")
+
+    def _decode(self, ref: BlockRef, record: Record, stored: Any, dst: memoryview) -> None:
+        codec = get_codec(record.codec)
+        assert codec is not None
+        try:
+            codec.decode_into(memoryview(stored), dst)
+        except ValueError:
+            raise self._corrupt_block(ref, record, "codec") from None
+
+    def _corrupt_block(
+        self, ref: BlockRef, record: Record | None, reason: str
+    ) -> CorruptBlockError:
+        self._suspect(ref, record, reason)
+        return CorruptBlockError(f"block {ref.key.hex()[:16]}: bad {reason}", reason=reason)
+
+    def _suspect(self, ref: BlockRef, record: Record | None, reason: str) -> None:
+        """Count a bad block, and leave it to the writer to mark it."""
+        self._count_corrupt(reason)
+        self._writer.suspects.append((ref, record))
+
+    def _count_corrupt(self, reason: str) -> None:
+        with self._counts:
+            self._corrupt[reason] = self._corrupt.get(reason, 0) + 1
+
+    # --- state ------------------------------------------------------------------------------------
+
+    def _state(self) -> tuple[str, str | None]:
+        env = self._env
+        if self._is_closed:
+            return State.OFF.value, "closed"
+        if env.state is not State.OK:
+            return env.state.value, env.reason
+        if env.is_read_only or self._config.disk_mode == "ro":
+            return "read_only", "opened with disk_mode='ro'"
+        if self._writer.is_locked_out():
+            return "read_only", "another process keeps the writer's lock"
+        return State.OK.value, self._writer.space.reason
+
+    def _can_write(self) -> bool:
+        if self._is_closed:
+            raise StoreClosedError(f"{self._env.directory}: the store is closed")
+        self._env.check_process()
+        is_read_only = self._env.is_read_only or self._config.disk_mode == "ro"
+        return self._env.state is State.OK and not is_read_only
+
+
+def _mismatch(record: Record, ref: BlockRef) -> str:
+    """Which part of a record is not what was asked for; empty when all is."""
+    if record.parent != ref.parent:
+        return "parent"
+    return "tokens" if record.tokens != ref.tokens else ""

@@ -1,0 +1,170 @@
+"""Blocks to store, and an oracle that reads the medium with bare lmdb, not through the store."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import msgpack
+import xxhash
+
+from kvstore.block import BlockRef, BlockWrite
+from kvstore.config import DiskConfig
+from kvstore.disk import DiskStore
+from kvstore.hashing import chain_refs, chain_seed, encode_tokens, namespace_id
+
+BLOCK = 16
+IDENTITY = {
+    "model": "test/tiny",
+    "dtype": "bfloat16",
+    "block_size": BLOCK,
+    "num_layers": 2,
+    "num_kv_heads": 1,
+    "head_dim": 8,
+}
+NAMESPACE = namespace_id(IDENTITY)
+FIELDS = ("parent", "tokens", "depth", "namespace", "salt", "num_tokens", "nbytes")
+FIELDS += ("payload_bytes", "codec", "checksum", "created", "touched", "order", "is_bad")
+
+
+class Blocks:
+    """Documents of random tokens, and payloads that follow from the key, so that any process knows
+    what a block must hold."""
+
+    def __init__(self, payload_bytes: int = 20_000, namespace: bytes = NAMESPACE) -> None:
+        self.payload_bytes = payload_bytes
+        self.namespace = namespace
+        self._random = random.Random(7)
+
+    def chain(self, num_blocks: int, start: int | None = None, salt: str = "") -> list[BlockRef]:
+        first = self._random.randrange(1 << 30) if start is None else start
+        tokens = encode_tokens([(first + i * 7919) % (1 << 31) for i in range(num_blocks * BLOCK)])
+        return chain_refs(chain_seed(self.namespace, salt), tokens, 4 * BLOCK)
+
+    def below(self, ref: BlockRef, num_blocks: int, start: int) -> list[BlockRef]:
+        tokens = encode_tokens([(start + i * 31) % (1 << 31) for i in range(num_blocks * BLOCK)])
+        return chain_refs(ref.key, tokens, 4 * BLOCK, ref.depth + 1)
+
+    def payload(self, ref: BlockRef) -> bytes:
+        return random.Random(ref.key).randbytes(self.payload_bytes)
+
+    def writes(self, refs: list[BlockRef], salt: bytes = b"") -> list[BlockWrite]:
+        return [BlockWrite(ref, self.namespace, salt, self.payload(ref)) for ref in refs]
+
+    def read(self, store: DiskStore, ref: BlockRef) -> bytes:
+        data = bytearray(self.payload_bytes)
+        store.read_into(ref, memoryview(data))
+        return bytes(data)
+
+
+class FakeClock:
+    def __init__(self, now: float = 1_000_000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def small(**settings: Any) -> DiskConfig:
+    """Settings that keep no free space, so that tests do not depend on the volume."""
+    return DiskConfig(free_space_floor=0, **settings)
+
+
+def raw_records(directory: Path) -> dict[bytes, dict[str, Any]]:
+    return _read_raw(directory)["index"]
+
+
+def problems_on_disk(directory: Path) -> list[str]:
+    """Every way in which the cache at rest is not what it should be, found with bare lmdb."""
+    raw = _read_raw(directory)
+    index, payload = raw["index"], raw["payload"]
+    found = []
+    inner = {record["parent"] for record in index.values()}
+    sums: dict[bytes, list[int]] = {}
+    for key, record in index.items():
+        name = key.hex()[:8]
+        if record["depth"] and record["parent"] not in index:
+            found.append(f"{name}: no parent")
+        elif record["depth"] and index[record["parent"]]["depth"] != record["depth"] - 1:
+            found.append(f"{name}: depth")
+        if key not in raw["children"].get(record["parent"], set()):
+            found.append(f"{name}: not among its parent's children")
+        if (key in inner) == (raw["recency"].get(record["order"]) == key):
+            found.append(f"{name}: recency")
+        if record["is_bad"]:
+            if key in payload:
+                found.append(f"{name}: bad, with payload")
+            if key not in inner:
+                found.append(f"{name}: bad leaf")
+        elif key not in payload:
+            found.append(f"{name}: no payload")
+        elif xxhash.xxh3_128_digest(payload[key]) != record["checksum"]:
+            found.append(f"{name}: checksum")
+        total = sums.setdefault(record["namespace"] + record["salt"], [0, 0, 0, 0])
+        total[2] += record["length"]
+        if record["is_bad"]:
+            total[3] += 1
+        else:
+            total[0] += 1
+            total[1] += record["num_tokens"]
+            total[2] += record["nbytes"]
+    if sum(map(len, raw["children"].values())) != len(index):
+        found.append("children of nobody")
+    if len(raw["recency"]) != len(set(index) - inner):
+        found.append("recency of nobody")
+    if set(payload) - set(index):
+        found.append("payload of nobody")
+    if raw["usage"] != sums:
+        found.append(f"usage {raw['usage']} is not {sums}")
+    head = [sum(column) for column in zip(*sums.values(), strict=True)] if sums else [0, 0, 0, 0]
+    if raw["head"] != head:
+        found.append(f"head {raw['head']} is not {head}")
+    return found
+
+
+def _read_raw(directory: Path) -> dict[str, Any]:
+    env = lmdb.open(str(directory), readonly=True, max_dbs=6, create=False)
+    try:
+        with env.begin() as txn:
+            tables = {
+                name: list(txn.cursor(db=env.open_db(name.encode(), txn, create=False)))
+                for name in ("index", "payload", "recency", "meta")
+            }
+            children: dict[bytes, set[bytes]] = {}
+            child_db = env.open_db(b"children", txn, create=False, dupsort=True)
+            for parent, child in txn.cursor(db=child_db):
+                children.setdefault(parent, set()).add(child)
+    finally:
+        env.close()
+    index = {}
+    for key, value in tables["index"]:
+        assert xxhash.xxh3_128_digest(key + value[16:]) == value[:16], key.hex()
+        index[key] = dict(zip(FIELDS, msgpack.unpackb(value[16:]), strict=True))
+        index[key]["length"] = len(value)
+    usage, head = {}, []
+    for key, value in tables["meta"]:
+        if key.startswith(b"usage/"):
+            usage[key[6:]] = [int.from_bytes(value[i : i + 8], "little") for i in range(16, 48, 8)]
+        elif key == b"head":
+            head = [int.from_bytes(value[i : i + 8], "little") for i in range(48, 80, 8)]
+    return {
+        "index": index,
+        "payload": dict(tables["payload"]),
+        "recency": dict(tables["recency"]),
+        "children": children,
+        "usage": usage,
+        "head": head,
+    }
+
+
+def data_file(directory: Path) -> Path:
+    return directory / "data.mdb"
+
+
+def damage_payload(directory: Path, payload: bytes) -> None:
+    """Flip one bit in the middle of a block's bytes in the file."""
+    file = data_file(directory)
+    at = file.read_bytes().index(payload) + len(payload) // 2
+    with file.open("r+b") as opened:
+        opened.seek(at)
+        opened.write(bytes([payload[len(payload) // 2] ^ 0x10]))
