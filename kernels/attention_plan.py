@@ -89,22 +89,28 @@ def plan_attention(
     block_tables: Tensor,
     cu_seqlens_q: Tensor | None,
     seq_lens: Tensor,
+    num_new_each: int,
     block_size: int,
     window: int | None,
 ) -> Plan:
     """The plan of this metadata, from the previous call when the metadata is equal.
 
-    ``cu_seqlens_q`` None means one query token per sequence. Equal by content, not by identity: a
-    caller may rewrite the same tensors every step (through numpy even, where no version counter
-    moves), and a stale plan would be a wrong answer. Comparing takes a few microseconds. Raises
-    ValueError when a sequence has more new tokens than tokens.
+    ``cu_seqlens_q`` None means ``num_new_each`` query tokens per sequence. Equal by content, not by
+    identity: a caller may rewrite the same tensors every step (through numpy even, where no version
+    counter moves), and a stale plan would be a wrong answer. Comparing takes a few microseconds.
+    Raises ValueError when a sequence has more new tokens than tokens.
     """
-    kind = (block_size, window, cu_seqlens_q is None)
+    kind = (block_size, window, num_new_each if cu_seqlens_q is None else None)
     metadata = (block_tables, cu_seqlens_q, seq_lens)
     kept = _kept.by_kind.get(kind)
     if kept is not None and all(map(_same, kept[0], metadata)):
         return kept[1]
-    plan = _make_plan(block_tables, cu_seqlens_q, seq_lens.tolist(), block_size, window)
+    lengths = seq_lens.tolist()
+    if cu_seqlens_q is None:
+        firsts = [seq * num_new_each for seq in range(len(lengths) + 1)]
+    else:
+        firsts = cu_seqlens_q.tolist()
+    plan = _make_plan(block_tables, firsts, lengths, block_size, window)
     if len(_kept.by_kind) >= MAX_PLANS:
         _kept.by_kind.clear()
     _kept.by_kind[kind] = (tuple(None if t is None else t.clone() for t in metadata), plan)
@@ -130,12 +136,11 @@ class _Single:
 
 def _make_plan(
     block_tables: Tensor,
-    cu_seqlens_q: Tensor | None,
+    firsts: list[int],
     lengths: list[int],
     block_size: int,
     window: int | None,
 ) -> Plan:
-    firsts = list(range(len(lengths) + 1)) if cu_seqlens_q is None else cu_seqlens_q.tolist()
     device, tables = block_tables.device, block_tables.to("cpu").long()
     chunks: list[Chunk] = []
     singles: list[_Single] = []

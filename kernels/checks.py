@@ -75,7 +75,8 @@ def check_attention(
     check_int("seq_lens", seq_lens, torch.int32, (num_seqs,))
     check_int("block_tables", block_tables, torch.int32, (num_seqs, *block_tables.shape[1:2]))
     if cu_seqlens_q is None:
-        expect("q", "one row per sequence, that is rows", num_seqs, q.shape[0])
+        if q.shape[0] % max(1, num_seqs):
+            raise ValueError(f"q: expected a multiple of {num_seqs} rows, got {q.shape[0]}")
     else:
         check_int("cu_seqlens_q", cu_seqlens_q, torch.int32, (num_seqs + 1,))
     if window is not None and window < 1:
@@ -112,5 +113,5 @@ def check_triton_attention(q: Tensor, k_pool: Tensor, v_pool: Tensor, out: Tenso
             if stride % 16:
                 raise ValueError(f"{name}: expected strides that are multiples of 16, got {stride}")
     block_size = k_pool.shape[1]
-    if block_size & (block_size - 1) or not 8 <= block_size <= 256:
-        raise ValueError(f"k_pool: expected a block_size of 8, 16, … 256, got {block_size}")
+    if not 8 <= block_size <= 256:
+        raise ValueError(f"k_pool: expected a block_size of 8 to 256, got {block_size}")

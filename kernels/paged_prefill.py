@@ -1,7 +1,7 @@
 """Attention of a ragged batch of query chunks to their paged prefix and to themselves, causal.
 
-The launcher only; the kernel is in ``prefill_triton.py``, its torch twin in ``reference.py``. The
-kernels live in modules of their own because importing Triton takes 0.4 s, which a process that
+The checks only; the kernel is in ``attention_triton.py``, its torch twin in ``reference.py``. The
+Triton side lives in modules of its own because importing Triton takes 0.4 s, which a process that
 only runs the twin need not pay.
 """
 
@@ -23,6 +23,7 @@ def paged_prefill(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     out: Tensor | None = None,
+    split_len: int | None = None,
 ) -> Tensor:
     """Causal attention of each sequence's new tokens to all its tokens in the pool.
 
@@ -40,8 +41,10 @@ def paged_prefill(
     window        number of positions a query sees, itself included; None for all
     softcap       scores become softcap · tanh(score / softcap)
     sinks         [num_heads] float32, logits that take part in the softmax and carry no value
-    out           like q, caller-owned; allocated when None. Rows of q that no sequence owns are
-                  not written
+    out           like q, caller-owned; allocated when None. Rows no sequence owns are undefined
+    split_len     positions that one program walks before another takes over, so that the order of
+                  additions does not depend on what else is in the batch (deterministic mode); None
+                  for as many as keep the device busy. The twin never splits
 
     Returns ``out``. On CUDA enqueued on the current stream, no synchronisation; on the CPU the twin
     runs. Memory traffic: each sequence's keys and values once per 128 rows of packed queries, q
@@ -63,22 +66,10 @@ def paged_prefill(
         out = q.new_empty(q.shape)
     if scale is None:
         scale = q.shape[-1] ** -0.5
-    run = reference.paged_prefill
-    if checks.runs_triton(q):
-        from kernels import prefill_triton
+    operands = (q, k_pool, v_pool, block_tables, cu_seqlens_q, seq_lens)
+    if not checks.runs_triton(q):
+        return reference.attend(*operands, scale, window, softcap, sinks, out)
+    from kernels import attention_launch
 
-        checks.check_triton_attention(q, k_pool, v_pool, out)
-        run = prefill_triton.paged_prefill
-    return run(
-        q,
-        k_pool,
-        v_pool,
-        block_tables,
-        cu_seqlens_q,
-        seq_lens,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-        out=out,
-    )
+    checks.check_triton_attention(q, k_pool, v_pool, out)
+    return attention_launch.attend(*operands, scale, window, softcap, sinks, split_len, out)

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from kernels.attention_plan import Blocks, Chunk, Group, Plan, plan_attention
 
-# Rows of one tile (query positions × heads per KV head): enough to keep the matrix units busy and to
-# outweigh torch's copy of the part of K and V that the tile sees, few enough that a tile's scores
+# Rows of one tile (query positions × heads per KV head): enough to keep the matrix units busy
+# and to outweigh torch's copy of the keys and values that it sees, few enough that its scores
 # stay in the cache and that little is computed above the diagonal.
 TILE_ROWS = 768
 # Most scores of one tile, in elements; a longer context gets tiles of fewer rows.
@@ -54,41 +54,24 @@ class _Buffers(threading.local):
 _buffers = _Buffers()
 
 
-def paged_prefill(
+def attend(
     q: Tensor,
     k_pool: Tensor,
     v_pool: Tensor,
     block_tables: Tensor,
-    cu_seqlens_q: Tensor,
+    cu_seqlens_q: Tensor | None,
     seq_lens: Tensor,
-    *,
     scale: float,
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
     out: Tensor,
 ) -> Tensor:
-    """Twin of the Triton prefill kernel; arguments as in ``kernels.paged_prefill``."""
-    plan = plan_attention(block_tables, cu_seqlens_q, seq_lens, k_pool.shape[1], window)
-    _Attention(q, k_pool, v_pool, scale, window, softcap, sinks, out).run(plan)
-    return out
-
-
-def paged_decode(
-    q: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    out: Tensor,
-) -> Tensor:
-    """Twin of the Triton decode kernel; arguments as in ``kernels.paged_decode``."""
-    plan = plan_attention(block_tables, None, seq_lens, k_pool.shape[1], window)
+    """Twin of the Triton attention kernel: arguments as in ``kernels.paged_prefill``, or as in
+    ``kernels.paged_decode`` when ``cu_seqlens_q`` is None."""
+    num_new_each = q.shape[0] // max(1, len(seq_lens))
+    block_size = k_pool.shape[1]
+    plan = plan_attention(block_tables, cu_seqlens_q, seq_lens, num_new_each, block_size, window)
     _Attention(q, k_pool, v_pool, scale, window, softcap, sinks, out).run(plan)
     return out
 
