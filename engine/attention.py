@@ -104,21 +104,47 @@ def attention_backend(name: str, device: torch.device, head_dim: int) -> Attenti
             kernels do not offer
     torch   the torch twins on any device
     triton  the Triton kernels; without CUDA they need TRITON_INTERPRET=1
-
-    The twins are called without the launchers' checks, which would cost 1 ms per step of a small
-    model: the runner builds every argument they check, and its shapes are the probe's.
     """
     if name not in BACKENDS:
         raise ConfigError(f"attention_backend: expected one of {', '.join(BACKENDS)}, got {name!r}")
-    can_run_triton = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
-    if name == "triton" and not can_run_triton:
+    launchers_run_triton = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    if name == "triton" and not launchers_run_triton:
         raise ConfigError(
             f"attention_backend: triton needs a CUDA device, not {device}; use auto or torch "
             "(or set TRITON_INTERPRET=1 to interpret the kernels)"
         )
     has_kernel = head_dim % 16 == 0 and head_dim <= checks.MAX_TRITON_HEAD_DIM
-    if name == "triton" or (name == "auto" and device.type == "cuda" and has_kernel):
-        return AttentionBackend("triton", write_kv, paged_prefill, paged_decode)
-    return AttentionBackend(
-        "torch", reference.write_kv, reference.paged_prefill, reference.paged_decode
-    )
+    if launchers_run_triton and (name == "torch" or (name == "auto" and not has_kernel)):
+        return AttentionBackend("torch", reference.write_kv, _twin_prefill, _twin_decode)
+    chosen = "triton" if launchers_run_triton else "torch"
+    return AttentionBackend(chosen, write_kv, paged_prefill, paged_decode)
+
+
+def _twin_prefill(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """The twin, where the launcher would run the kernel."""
+    options = (scale, window, softcap, sinks, out)
+    return reference.attend(q, k_pool, v_pool, block_tables, cu_seqlens_q, seq_lens, *options)
+
+
+def _twin_decode(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    **options: Any,
+) -> torch.Tensor:
+    return _twin_prefill(q, k_pool, v_pool, block_tables, None, seq_lens, **options)

@@ -82,13 +82,19 @@ def weights_digest(model: torch.nn.Module) -> str:
 
 
 def config_digest(config: Any) -> str:
-    """Digest of a transformers config, rope parameters included."""
-    fields = {
-        name: value
-        for name, value in config.to_dict().items()
-        if name not in _IGNORED_CONFIG and not name.startswith("_")
-    }
+    """Digest of a transformers config, rope parameters and nested configs included."""
+    fields = _without_ignored(config.to_dict())
     return sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _without_ignored(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: _without_ignored(field)
+        for name, field in value.items()
+        if name not in _IGNORED_CONFIG and not str(name).startswith("_")
+    }
 
 
 def modelling_digest(model_class: type) -> str:

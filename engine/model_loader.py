@@ -204,7 +204,7 @@ def _load_weights(source: ModelSource, dtype: str, trust_remote_code: bool) -> A
             output_loading_info=True,
             **keywords,
         )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+    except Exception as error:  # of transformers, safetensors, gguf and torch
         raise ConfigError(
             f"model {source.name}: not a causal language model that transformers can load: "
             f"{_first_line(error)}"
@@ -228,7 +228,7 @@ def _load_tokenizer(source: ModelSource, name: str | None, trust_remote_code: bo
         keywords["gguf_file"] = source.gguf_file
     try:
         return transformers.AutoTokenizer.from_pretrained(name or source.path, **keywords)
-    except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
+    except Exception as error:  # of transformers, tokenizers and gguf
         raise ConfigError(
             f"tokenizer {name or source.name}: {_first_line(error)}; pass tokenizer=, or "
             "skip_tokenizer_init=True to work with token ids"

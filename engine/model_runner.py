@@ -44,7 +44,7 @@ class ModelRunner:
     pool               [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], the
                        caller's, on the model's device and in its dtype
     attention_backend  "auto", "torch" or "triton" (see ``engine.attention``)
-    enforce_eager      never replay captured CUDA graphs
+    enforce_eager      has no effect yet: CUDA graphs are not captured
     """
 
     def __init__(
@@ -152,6 +152,8 @@ class ModelRunner:
         large[3 * num_tokens :] = keep
         for row, step in enumerate(steps):
             used = num_blocks[row]
+            if len(step.block_ids) < used:  # numpy would repeat a single id without a word
+                raise ValueError(f"block_ids: expected {used}, got {len(step.block_ids)}")
             tables[row, :used] = step.block_ids[:used]
             token_ids[cu_seqlens[row] : cu_seqlens[row + 1]] = step.token_ids
         # A token's position is its sequence's prefix plus its rank among the new tokens.

@@ -19,7 +19,7 @@ import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from engine.attention import unknown_arguments
+from engine.attention import PAGED, unknown_arguments
 from engine.model_runner import ModelRunner, SequenceStep
 from kvstore.errors import ConfigError
 
@@ -33,10 +33,9 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 _NUM_TOKENS = 32
 
-# Root mean square error of a token's logits, as a part of their standard deviation, that is still
-# rounding: a wrong mask or window gives 0.5 and more, bfloat16 up to 0.07 in the worst of 40 tiny
-# random models. A quarter of the tokens may exceed it: a mixture of experts near a tie sends a
-# token elsewhere.
+# Root mean square error, as a part of the standard deviation, that is still rounding. A wrong mask
+# gives about 1; bfloat16 gives 0.07 in the worst of 40 tiny random models. A quarter of the tokens
+# may exceed it: a mixture of experts near a tie sends a token elsewhere.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.25}
 _TOKENS_WITHIN = 0.75
 
@@ -127,9 +126,11 @@ def probe_attention(model: Any, name: str, max_model_len: int) -> tuple[Attentio
 
 
 def probe_logits(loaded: "LoadedModel") -> None:
-    """Check 6, with the runner and kernels that will serve. Leaves the attention as it was."""
+    """Check 6, with the runner and kernels that will serve. Leaves the attention set to ``PAGED``.
+
+    Raises ``ConfigError`` when the model is refused.
+    """
     model = loaded.model
-    serving = model.config._attn_implementation
     vocab_size = loaded.vocab_size
     sequences = [
         _token_ids(min(40, loaded.max_model_len), vocab_size),
@@ -143,7 +144,7 @@ def probe_logits(loaded: "LoadedModel") -> None:
                 for ids in sequences
             ]
     finally:
-        model.set_attn_implementation(serving)
+        model.set_attn_implementation(PAGED)
     got = _paged_logits(loaded, [ids.tolist() for ids in sequences])
     wanted = torch.cat(expected)
     error = (torch.cat(got) - wanted).square().mean(dim=-1).sqrt()

@@ -133,6 +133,15 @@ def test_a_directory_without_weights_is_refused(directory, tmp_path):
     assert "\n" not in str(caught.value)
 
 
+def test_a_truncated_checkpoint_is_refused(tmp_path):
+    save_model(tmp_path)
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(ConfigError, match="not a causal language model that") as caught:
+        load_model(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
 def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path):
     """transformers would fill it with random numbers and a warning."""
     save_model(tmp_path)

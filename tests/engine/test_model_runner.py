@@ -372,6 +372,13 @@ def test_a_pool_of_another_shape_is_refused():
         ModelRunner(loaded, make_pool(loaded).half())
 
 
+def test_too_few_blocks_are_refused():
+    loaded = load("Llama")
+    runner = ModelRunner(loaded, make_pool(loaded))
+    with pytest.raises(ValueError, match="block_ids: expected 3, got 1"):
+        runner.execute([SequenceStep(tokens(17, 0), 0, [4], True)])
+
+
 def test_an_unknown_backend_is_refused():
     loaded = load("Llama")
     with pytest.raises(ConfigError, match="attention_backend: expected one of auto, torch, triton"):
