@@ -175,8 +175,7 @@ class EngineCore:
         Returns whether another round may get further without anything happening outside.
         """
         self._has_store_event = False
-        self.store.busy = bool(self.scheduler.running)
-        self.store.poll()
+        self.store.poll(model_is_busy=bool(self.scheduler.running))
         batch = self.scheduler.schedule()
         self._finish_prefilled()
         if batch:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -111,7 +112,7 @@ def _open_disk(
     given = config.disk_cache_size != default
     try:
         disk = DiskStore.open(
-            config.disk_cache,
+            Path(config.disk_cache),
             capacity_bytes=parse_size(config.disk_cache_size) if given else None,
             config=config.resolved_store_config(),
         )

@@ -72,7 +72,6 @@ class BlockStore:
         self.device = device
         self.host = HostPool(host_blocks, layout.block_bytes) if host_blocks else None
         self.index = BlockIndex()
-        self.busy = False  # set by the owner while it runs forwards: cleaning takes slices
         self._disk = disk
         self._disk_off = disk_off
         self._clock = clock
@@ -93,7 +92,8 @@ class BlockStore:
             host=self.host.rows if self.host else None,
             disk=disk,
             staging=staging,
-            write_blocks_per_s=self.config.write_bytes_per_s / layout.block_bytes,
+            block_bytes=layout.block_bytes,
+            write_bytes_per_s=self.config.write_bytes_per_s,
             on_completion=self._notify,
         )
         self._write_behind = WriteBehind(
@@ -230,11 +230,15 @@ class BlockStore:
 
     # ---- what runs beside requests -------------------------------------------------------------
 
-    def poll(self) -> int:
-        """Apply what transfers have finished and start what is due; returns how many finished."""
+    def poll(self, *, model_is_busy: bool = False) -> int:
+        """Apply what transfers have finished and start what is due; returns how many finished.
+
+        ``model_is_busy`` until the next call: what is not urgent leaves the processor to the model.
+        """
         self._check_open()
+        self._transfer.is_model_busy = model_is_busy
         count = self._transfer.poll()
-        self._write_behind.pump(busy=self.busy)
+        self._write_behind.pump()
         self._evictor.pump()
         return count
 
@@ -304,6 +308,10 @@ class BlockStore:
     def host_ids_in_flight(self) -> list[int]:
         """Host blocks that a copy is filling, not visible yet."""
         return list(self._evictor.host_ids_in_flight)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
 
     def stats(self) -> StoreStats:
         block_bytes, evicted = self.layout.block_bytes, self._evictor.evicted_blocks
@@ -559,12 +567,12 @@ class BlockStore:
         disk = self._disk.stats()
         return TierStats(
             state=disk.state,
-            reason=disk.reason,
+            reason=disk.reason or "",
             capacity_bytes=disk.capacity_bytes,
             used_bytes=disk.used_bytes,
             used_blocks=disk.blocks,
             hits=self._hits["disk"],
-            evicted_blocks=disk.evicted_blocks,
+            evicted_blocks=disk.evictions,
         )
 
     # ---- waiting -------------------------------------------------------------------------------

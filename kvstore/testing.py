@@ -3,11 +3,20 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from kvstore.block import BlockRef, BlockWrite, PutOutcome
 from kvstore.disk import DiskEntry, DiskStats
-from kvstore.errors import BlockMissingError, CorruptBlockError, KVStoreError, TierBrokenError
+from kvstore.errors import BlockMissingError, KVStoreError, OutOfBlocksError, TierBrokenError
+from kvstore.hashing import encode_tokens
+from kvstore.lease import Lease, Lookup, LookupState
+from kvstore.store import BlockStore
 from kvstore.tiers.base import BlockRead, DiskTier
+from kvstore.tiers.host import HostPool
 
 
 class FakeClock:
@@ -38,9 +47,10 @@ class MemoryDisk:
     async def probe(self, refs: Sequence[BlockRef]) -> list[DiskEntry]:
         found = []
         for ref in refs:
-            if ref.key not in self.blocks or self.blocks[ref.key][0] != ref:
+            held, payload = self.blocks.get(ref.key, (None, b""))
+            if held != ref:
                 break
-            found.append(DiskEntry(ref.key, len(self.blocks[ref.key][1]), "raw"))
+            found.append(DiskEntry(ref.key, len(payload), "raw", len(payload)))
         return found
 
     async def read(self, reads: Sequence[BlockRead]) -> list[KVStoreError | None]:
@@ -74,7 +84,20 @@ class MemoryDisk:
         return sum(self.blocks.pop(key, None) is not None for key in keys)
 
     def stats(self) -> DiskStats:
-        raise AttributeError("filled in below")
+        used = sum(len(payload) for _, payload in self.blocks.values())
+        return DiskStats(
+            blocks=len(self.blocks),
+            tokens=sum(len(ref.tokens) // 4 for ref, _ in self.blocks.values()),
+            used_bytes=used,
+            file_bytes=used,
+            capacity_bytes=0,
+            bad_blocks=0,
+            corrupt={},
+            evictions=0,
+            lock_wait_s=0.0,
+            state="ok",
+            reason=None,
+        )
 
     async def aclose(self) -> None:
         self.is_closed = True
@@ -85,14 +108,16 @@ class FaultyDisk:
 
     fail_reads    called with each block; an error it returns takes the place of the bytes
     is_broken     every operation raises ``TierBrokenError``
-    gate          cleared, it holds operations back until it is set again (a slow disk whose end the
-                  test decides)
+    is_held       operations wait until it is false again: a slow disk whose end a test decides
+    delay_s       added to every operation
+    bytes_per_s   limits reads and writes
     """
 
     def __init__(self, inner: DiskTier) -> None:
         self.inner = inner
         self.fail_reads: Callable[[BlockRef], KVStoreError | None] = lambda ref: None
         self.is_broken = False
+        self.is_held = False
         self.delay_s = 0.0
         self.bytes_per_s = float("inf")
 
@@ -129,6 +154,8 @@ class FaultyDisk:
         await self.inner.aclose()
 
     async def _pass(self, num_bytes: int) -> None:
+        while self.is_held:  # noqa: ASYNC110 - set from another thread than the loop's
+            await asyncio.sleep(0.001)
         if self.is_broken:
             raise TierBrokenError("the disk is gone", tier="disk")
         pause = self.delay_s + num_bytes / self.bytes_per_s
@@ -136,4 +163,75 @@ class FaultyDisk:
             await asyncio.sleep(pause)
 
 
-__all__ = ["CorruptBlockError", "FakeClock", "FaultyDisk", "MemoryDisk"]
+class FakeEngine:
+    """Plays the engine's part on a store in host memory: no model, but bytes that can be checked.
+
+    A block's content is a digest of all tokens up to its end, as K and V depend on them. Every
+    block that a lease claims to have cached is compared with that.
+    """
+
+    def __init__(self, store: BlockStore) -> None:
+        assert isinstance(store.device, HostPool)
+        self.store = store
+        self._rows = store.device.rows
+        self._block_size = store.layout.block_size
+
+    def start(self, token_ids: Sequence[int], salt: str = "") -> Lease:
+        """Look up and reserve until the lease is ready; waits for transfers.
+
+        Raises ``OutOfBlocksError`` when waiting does not help.
+        """
+        lookup = self.look_up(token_ids, salt)
+        while True:
+            lease = self.reserve(lookup, len(token_ids))
+            while not lease.is_ready:
+                self.store.run_until_idle(1.0)
+            if not lease.failed_keys:
+                self.check_cached(lease, token_ids)
+                return lease
+            self.store.release(lease)
+
+    def look_up(self, token_ids: Sequence[int], salt: str = "", **options: Any) -> Lookup:
+        lookup = self.store.lookup(encode_tokens(token_ids), salt, **options)
+        while not lookup.is_ready:
+            self.store.run_until_idle(1.0)
+        return lookup
+
+    def look_up_memory(self, token_ids: Sequence[int]) -> Lookup:
+        """A lookup that takes an unanswered probe for a miss."""
+        lookup = self.store.lookup(encode_tokens(token_ids))
+        lookup.state = LookupState.READY
+        return lookup
+
+    def reserve(self, lookup: Lookup, num_tokens: int) -> Lease:
+        while True:
+            try:
+                return self.store.reserve(lookup, num_tokens)
+            except OutOfBlocksError as error:
+                if error.available_blocks < error.needed_blocks:
+                    raise
+                self.store.run_until_idle(1.0)
+                self.store.flush(1.0)
+
+    def compute(self, lease: Lease, token_ids: Sequence[int]) -> None:
+        """Fill the blocks the lease has not cached, and commit."""
+        for position in range(lease.num_cached, len(token_ids) // self._block_size):
+            self._rows[lease.block_ids[position]] = self._content(token_ids, position)
+        self.store.commit(lease, encode_tokens(token_ids), len(token_ids))
+
+    def run(self, token_ids: Sequence[int], salt: str = "") -> Lookup:
+        """One whole request; returns its lookup, whose sources tell what was cached where."""
+        lease = self.start(token_ids, salt)
+        self.compute(lease, token_ids)
+        self.store.release(lease)
+        return lease.lookup
+
+    def check_cached(self, lease: Lease, token_ids: Sequence[int]) -> None:
+        for position in range(lease.num_cached):
+            row = self._rows[lease.block_ids[position]]
+            assert (row == self._content(token_ids, position)).all(), "a wrong block was served"
+
+    def _content(self, token_ids: Sequence[int], position: int) -> npt.NDArray[np.uint8]:
+        tokens = encode_tokens(token_ids[: (position + 1) * self._block_size])
+        digest = np.frombuffer(sha256(tokens).digest(), np.uint8)
+        return np.resize(digest, self._rows.shape[1])

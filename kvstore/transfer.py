@@ -3,6 +3,9 @@
 The owner thread submits a job and a callback; the loop runs the job and posts the outcome; the
 owner applies the callbacks in ``poll()``. The loop never touches the index, and the owner never
 waits for a transfer. A job owns the memory it was given until its callback has been applied.
+
+While the model runs, writes go in slices: on a CPU, copying beside a forward that uses all cores
+costs the forward several times the copying, since its threads wait for the slowest of them.
 """
 
 import asyncio
@@ -27,6 +30,10 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Done = Callable[[T | KVStoreError], None]
+
+
+_SLICE_BYTES = 1 << 20  # written at once while the model runs: about a millisecond of copying
+_DUTY = 0.25  # share of the time that such slices may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +64,8 @@ class TransferLoop:
         host: Rows | None,
         disk: DiskTier | None,
         staging: HostPool | None,
-        write_blocks_per_s: float,
+        block_bytes: int,
+        write_bytes_per_s: float,
         on_completion: Callable[[], None],
     ) -> None:
         self._device = device
@@ -67,14 +75,17 @@ class TransferLoop:
         self._staging = staging
         self._on_completion = on_completion
         self._completions: deque[tuple[Done[Any], Any]] = deque()
+        self.is_model_busy = False  # set by the owner, read by the loop: writes take slices
         self._num_pending = 0
         self._num_promoting = 0  # loop thread: loads under way; cleaning yields to them
         self._closing = False
         self._copies = ThreadPoolExecutor(1, "kv-copy")
         self._loop = asyncio.new_event_loop()
         # The throttle counts starts within a period, so a rate below one needs a longer period.
-        rate = max(1, round(write_blocks_per_s))
-        self._throttle = Throttler(rate_limit=rate, period=max(1.0, rate / write_blocks_per_s))
+        blocks_per_s = write_bytes_per_s / block_bytes
+        rate = max(1, round(blocks_per_s))
+        self._throttle = Throttler(rate_limit=rate, period=max(1.0, rate / blocks_per_s))
+        self._slice_blocks = max(1, _SLICE_BYTES // block_bytes)
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._staging_room = asyncio.Condition()
@@ -126,7 +137,7 @@ class TransferLoop:
         writes: Sequence[PendingWrite],
         done: Done[list[PutOutcome]],
     ) -> None:
-        """Blocks to disk, parents before children, as one transaction."""
+        """Blocks to disk, parents before children."""
         self._submit(self._write(writes, self._copier.fence()), done)
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -211,11 +222,24 @@ class TransferLoop:
             return outcomes
 
     async def _write(self, writes: Sequence[PendingWrite], fence: Any) -> list[PutOutcome]:
+        """One transaction, or slices with pauses between them while the model runs."""
+        outcomes: list[PutOutcome] = []
+        while len(outcomes) < len(writes):
+            await self._quiet.wait()
+            is_paced = self.is_model_busy
+            count = self._slice_blocks if is_paced else len(writes)
+            part = writes[len(outcomes) : len(outcomes) + count]
+            for _ in part:
+                async with self._throttle:
+                    pass
+            started = self._loop.time()
+            outcomes += await self._write_now(part, fence)
+            if is_paced and len(outcomes) < len(writes):
+                await asyncio.sleep((self._loop.time() - started) * (1 / _DUTY - 1))
+        return outcomes
+
+    async def _write_now(self, writes: Sequence[PendingWrite], fence: Any) -> list[PutOutcome]:
         assert self._disk is not None
-        await self._quiet.wait()
-        for _ in writes:
-            async with self._throttle:
-                pass
         on_device = [write for write in writes if isinstance(write.source, int)]
         if self._staging is None or not on_device:
             return await self._disk.write([self._as_write(write) for write in writes])

@@ -4,9 +4,6 @@ As an operating system cleans dirty pages: by age (disk does not hold a block af
 ``dirty_max_age_s``) and by fill (memory beyond the high watermark, until the low one), oldest
 first. A prompt's blocks become dirty root first, and are written in that order, so that a parent
 is on disk before its children.
-
-While the model runs, cleaning goes in slices: on a CPU, copying beside a forward that uses all
-cores costs the forward several times the copying (its threads wait for the slowest of them).
 """
 
 import math
@@ -20,8 +17,6 @@ from kvstore.index import NONE, BlockIndex
 from kvstore.tiers.base import BlockPool
 from kvstore.transfer import PendingWrite, TransferLoop
 
-_SLICE_BYTES = 1 << 20  # written at once while the model runs, about a millisecond of copying
-_DUTY = 0.25  # share of the time that slices may take
 _MAX_REWRITES = 8  # of one block whose parent went from disk meanwhile
 
 
@@ -63,7 +58,6 @@ class WriteBehind:
         self._urgent_before = -math.inf  # blocks dirty since then or longer are waited for
         self._filling = False  # between the high watermark and the low one
         self._num_in_flight = 0
-        self._not_before = -math.inf
         self._rewrites: dict[bytes, int] = {}
         self.counters = WriteCounters()
 
@@ -101,21 +95,21 @@ class WriteBehind:
         if oldest == NONE or self._num_in_flight:
             return math.inf  # the completion wakes the owner
         since = self._index.dirty_since[oldest]
-        due = since if since <= self._urgent_before or self._filling else since + self._max_age_s()
-        return max(due, self._not_before)
+        if since <= self._urgent_before or self._filling:
+            return since
+        return since + self._max_age_s()
 
-    def pump(self, *, busy: bool) -> None:
-        """Start writing the next group if one is due. ``busy``: the model runs, take slices."""
+    def pump(self) -> None:
+        """Start writing the next group if one is due."""
         if not self._index.dirty:
             self._urgent_before = -math.inf
             return
-        now = self._clock()
-        if self._num_in_flight or now < self._not_before:
+        if self._num_in_flight:
             return
         self._watch_fill()
-        group = self._next_group(now, _SLICE_BYTES if busy else self._config.group_commit_bytes)
+        group = self._next_group()
         if group:
-            self._write(group, busy)
+            self._write(group)
 
     def _max_age_s(self) -> float:
         ages = {"write_through": 0.0, "write_back": math.inf}
@@ -131,12 +125,12 @@ class WriteBehind:
         elif num_dirty <= self._config.low_watermark * capacity:
             self._filling = False
 
-    def _next_group(self, now: float, max_bytes: int) -> list[int]:
-        """Due blocks, oldest first, at least one and at most ``max_bytes`` of them."""
-        due_since = max(self._urgent_before, now - self._max_age_s())
+    def _next_group(self) -> list[int]:
+        """Due blocks, oldest first, at most one transaction's worth."""
+        due_since = max(self._urgent_before, self._clock() - self._max_age_s())
         if self._filling:
             due_since = math.inf
-        most = max(1, max_bytes // self._block_bytes)
+        most = max(1, self._config.group_commit_bytes // self._block_bytes)
         group: list[int] = []
         for slot in self._index.dirty:
             if len(group) == most or self._index.dirty_since[slot] > due_since:
@@ -144,8 +138,8 @@ class WriteBehind:
             group.append(slot)
         return group
 
-    def _write(self, slots: list[int], busy: bool) -> None:
-        index, started = self._index, self._clock()
+    def _write(self, slots: list[int]) -> None:
+        index = self._index
         writes = []
         for slot in slots:
             index.dirty.remove(slot)
@@ -164,9 +158,6 @@ class WriteBehind:
             self._num_in_flight = 0
             for slot in slots:
                 index.transfers[slot] -= 1
-            if busy:
-                took = self._clock() - started
-                self._not_before = self._clock() + took * (1 / _DUTY - 1)
             if isinstance(outcome, KVStoreError):
                 self._count(unwritten_blocks=len(slots))
                 self._on_broken(outcome)

@@ -1,0 +1,33 @@
+from collections.abc import Callable
+
+import pytest
+
+from kvstore.block import BlockLayout
+from kvstore.hashing import namespace_id
+from kvstore.store import BlockStore
+from kvstore.testing import FakeEngine
+from kvstore.tiers.host import HostPool
+
+LAYOUT = BlockLayout(num_layers=2, block_size=4, num_kv_heads=1, head_dim=2, dtype="float32")
+
+
+@pytest.fixture
+def make_engine():
+    """Engines on small stores; closed at the end, with every invariant checked first."""
+    engines: list[FakeEngine] = []
+
+    def make(device_blocks: int = 16, *, namespace: str = "model", **options) -> FakeEngine:
+        pool = HostPool(device_blocks, LAYOUT.block_bytes)
+        store = BlockStore(LAYOUT, namespace_id({"model": namespace}), pool, **options)
+        engines.append(FakeEngine(store))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        if not engine.store.is_closed:
+            engine.store.run_until_idle(10.0)
+            assert engine.store.check() == []
+            engine.store.close(10.0)
+
+
+MakeEngine = Callable[..., FakeEngine]

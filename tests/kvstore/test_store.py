@@ -1,0 +1,386 @@
+import threading
+
+import pytest
+
+from kvstore.block import TierName
+from kvstore.config import StoreConfig
+from kvstore.errors import CorruptBlockError, OutOfBlocksError, StoreClosedError
+from kvstore.testing import FakeClock, FaultyDisk, MemoryDisk
+
+DEVICE, HOST, DISK = TierName.DEVICE, TierName.HOST, TierName.DISK
+A, B, C = [1] * 4, [2] * 4, [3] * 4  # one block each
+END = [9]  # the last token of a prompt is always computed
+FILL = [7] * 4 + [8] * 4 + [6] * 4 + END  # with its end, all blocks of a device of four
+
+
+def sources(lookup):
+    return [source.value for source in lookup.sources]
+
+
+def test_a_prefix_computed_once_is_found_again(make_engine):
+    engine = make_engine()
+    assert sources(engine.run(A + B + END)) == []
+    assert sources(engine.run(A + B + END)) == ["device", "device"]
+    assert sources(engine.run(A + C + END)) == ["device"]
+
+
+def test_a_block_that_is_not_full_is_not_cached(make_engine):
+    engine = make_engine()
+    engine.run([*A, 2, 2, 2])
+    assert sources(engine.run(A + B + END)) == ["device"]
+
+
+def test_a_released_prompt_is_evicted_from_its_end(make_engine):
+    engine = make_engine(4)
+    engine.run(A + B + C + END)
+    engine.run([7] * 4 + END)  # two blocks, one of them free
+    assert sources(engine.run(A + B + C + END)) == ["device", "device"]
+
+
+def test_the_least_recently_used_prompt_is_the_victim(make_engine):
+    engine = make_engine(6)
+    for prompt in (A, B, C):
+        engine.run(prompt + END)
+    engine.run(A + END)
+    engine.run([7] * 4 + [8] * 4 + [6] * 4 + [5] * 4 + END)  # leaves room for one old block
+    assert sources(engine.run(A + END)) == ["device"]
+    assert engine.store.index.find(engine.look_up(B + END).ref(0)) == -1
+
+
+def test_a_held_block_is_never_a_victim(make_engine):
+    engine = make_engine(4)
+    held = engine.start(A + B + END)
+    engine.compute(held, A + B + END)
+    with pytest.raises(OutOfBlocksError) as raised:
+        engine.start(C + END)
+    assert (raised.value.needed_blocks, raised.value.available_blocks) == (2, 1)
+    engine.check_cached(held, A + B + END)
+    engine.store.release(held)
+    engine.store.release(engine.start(C + END))
+
+
+def test_a_failed_reservation_changes_nothing(make_engine):
+    engine = make_engine(6)
+    engine.run(A + B + END)
+    held = engine.start(C + END)
+    order = list(engine.store.index.device_lru)
+    with pytest.raises(OutOfBlocksError):
+        engine.store.reserve(engine.look_up(A + B + [5] * 12), 20)
+    assert list(engine.store.index.device_lru) == order
+    assert engine.store.check() == []
+    engine.store.release(held)
+
+
+def test_device_victims_go_to_host_and_come_back(make_engine):
+    engine = make_engine(4, host_blocks=8)
+    engine.run(A + B + END)
+    engine.run(FILL)
+    assert sources(engine.run(A + B + END)) == ["host", "host"]
+    stats = engine.store.stats()
+    assert stats.promoted_blocks == {"host": 2}
+    assert stats.demoted_blocks >= 2
+
+
+def test_a_host_tier_smaller_than_the_victims_does_not_stall(make_engine):
+    """Victims used to push each other out of the host tier in turn, for ever."""
+    engine = make_engine(12, host_blocks=2)
+    for start in range(0, 200, 10):
+        engine.run([start + i // 4 for i in range(40)] + END)
+    assert engine.store.stats().tiers["host"].used_blocks == 2
+
+
+def test_memory_victims_are_found_on_disk(make_engine):
+    disk = MemoryDisk()
+    engine = make_engine(4, disk=disk)
+    engine.run(A + B + END)
+    engine.run(FILL)
+    assert sources(engine.run(A + B + END)) == ["disk", "disk"]
+    assert engine.store.stats().promoted_blocks == {"disk": 2}
+
+
+def test_another_store_finds_what_a_closed_one_left_on_disk(make_engine):
+    disk = MemoryDisk()
+    first = make_engine(disk=disk)
+    first.run(A + B + END)
+    first.store.close()
+    second = make_engine(disk=disk)
+    assert sources(second.run(A + B + END)) == ["disk", "disk"]
+
+
+def test_a_match_may_alternate_between_tiers(make_engine):
+    engine = make_engine(8, disk=MemoryDisk(), host_blocks=4)
+    engine.run(A + B + C + END)
+    engine.store.flush()
+    index = engine.store.index
+    middle = engine.look_up(A + B + C + END).ref(1)
+    engine.store._evictor.drop_device(index.find(middle))
+    assert sources(engine.run(A + B + C + END)) == ["device", "disk", "device"]
+
+
+def test_blocks_become_dirty_and_are_written_by_age(make_engine):
+    clock, disk = FakeClock(), MemoryDisk()
+    engine = make_engine(disk=disk, clock=clock)
+    engine.run(A + B + END)
+    engine.store.poll()
+    assert (len(disk.blocks), engine.store.stats().dirty_blocks) == (0, 2)
+    assert engine.store.next_deadline() == clock() + 2.0
+    clock.advance(1.9)
+    engine.store.poll()
+    assert engine.store.num_pending == 0
+    clock.advance(0.1)
+    engine.store.poll()
+    engine.store.run_until_idle(10.0)
+    assert (len(disk.blocks), engine.store.stats().dirty_blocks) == (2, 0)
+    assert engine.store.next_deadline() == float("inf")
+
+
+def test_write_through_writes_at_once_and_write_back_only_when_evicted(make_engine):
+    through, back = MemoryDisk(), MemoryDisk()
+    clock = FakeClock()
+    engine = make_engine(
+        4, disk=through, clock=clock, config=StoreConfig(write_policy="write_through")
+    )
+    engine.run(A + END)
+    engine.store.poll()
+    engine.store.run_until_idle(10.0)
+    assert len(through.blocks) == 1
+    engine = make_engine(4, disk=back, clock=clock, config=StoreConfig(write_policy="write_back"))
+    engine.run(A + END)
+    clock.advance(1e6)
+    engine.store.run_until_idle(0.1)
+    assert back.blocks == {}
+    engine.run(FILL)
+    assert len(back.blocks) == 1
+
+
+def test_a_dirty_victim_is_written_before_its_room_is_used(make_engine):
+    disk = FaultyDisk(MemoryDisk())
+    engine = make_engine(4, disk=disk)
+    engine.run(A + B + END)
+    disk.is_held = True
+    lookup = engine.look_up_memory(FILL)
+    with pytest.raises(OutOfBlocksError) as raised:
+        engine.store.reserve(lookup, 13)
+    assert raised.value.available_blocks >= raised.value.needed_blocks
+    disk.is_held = False
+    engine.run(FILL)
+    assert sources(engine.run(A + B + END)) == ["disk", "disk"]
+
+
+def test_a_parent_evicted_from_disk_by_another_process_is_written_again(make_engine):
+    disk = MemoryDisk()
+    engine = make_engine(disk=disk)
+    engine.run(A + B + END)
+    engine.store.flush()
+    disk.blocks.clear()
+    engine.run(A + B + C + END)
+    engine.store.flush()
+    assert len(disk.blocks) == 3
+    assert engine.store.stats().written.unwritten_blocks == 0
+
+
+def test_a_child_whose_parent_is_lost_is_given_up(make_engine):
+    disk = MemoryDisk()
+    engine = make_engine(disk=disk)
+    engine.run(A + B + END)
+    engine.store.flush()
+    lease = engine.start(A + B + C + END)
+    disk.blocks.clear()
+    engine.compute(lease, A + B + C + END)
+    slots = list(lease.slots)
+    engine.store.release(lease)
+    for slot in reversed(slots[:2]):
+        engine.store._evictor.drop_device(slot)
+    engine.store.flush(10.0)
+    assert engine.store.is_clean
+    assert engine.store.stats().written.unwritten_blocks == 1
+
+
+def test_a_failed_load_shortens_the_match_and_is_not_tried_again(make_engine):
+    disk = FaultyDisk(MemoryDisk())
+    engine = make_engine(disk=disk)
+    engine.run(A + B + C + END)
+    engine.store.flush()
+    engine.store.reset()
+    lookup = engine.look_up(A + B + C + END)
+    bad = lookup.keys[1]
+    failure = CorruptBlockError("bits flipped", reason="checksum")
+    disk.fail_reads = lambda ref: failure if ref.key == bad else None
+    lease = engine.reserve(lookup, 13)
+    while not lease.is_ready:
+        engine.store.run_until_idle(1.0)
+    assert lease.failed_keys == [bad]
+    engine.store.release(lease)
+    num_reads = disk.inner.num_reads
+    lease = engine.reserve(lookup, 13)
+    assert (lease.num_cached, lease.is_ready) == (1, True)
+    assert disk.inner.num_reads == num_reads
+    engine.check_cached(lease, A + B + C + END)
+    engine.compute(lease, A + B + C + END)
+    engine.store.release(lease)
+    assert engine.store.stats().failed_loads == {"checksum": 1}
+
+
+def test_requests_that_need_the_same_block_share_one_read(make_engine):
+    disk = FaultyDisk(MemoryDisk())
+    engine = make_engine(16, disk=disk)
+    engine.run(A + B + END)
+    engine.store.flush()
+    engine.store.reset()
+    lookups = [engine.look_up(A + B + END) for _ in range(4)]
+    disk.is_held = True
+    leases = [engine.store.reserve(lookup, 9) for lookup in lookups]
+    assert not any(lease.is_ready for lease in leases)
+    disk.is_held = False
+    engine.store.run_until_idle(10.0)
+    for lease in leases:
+        assert lease.is_ready
+        engine.check_cached(lease, A + B + END)
+        engine.store.release(lease)
+    assert disk.inner.num_reads == 2
+    assert [sources(lookup) for lookup in lookups] == [["disk", "disk"]] * 4
+
+
+def test_a_load_nobody_waits_for_any_more_still_owns_its_block(make_engine):
+    disk = FaultyDisk(MemoryDisk())
+    engine = make_engine(4, disk=disk)
+    engine.run(A + B + END)
+    engine.store.flush()
+    engine.store.reset()
+    lookup = engine.look_up(A + B + END)
+    disk.is_held = True
+    engine.store.release(engine.store.reserve(lookup, 9))
+    with pytest.raises(OutOfBlocksError):
+        engine.store.reserve(engine.look_up_memory(C + [4] * 4 + [5] * 4 + END), 13)
+    assert engine.store.check() == []
+    disk.is_held = False
+    engine.store.run_until_idle(10.0)
+    assert sources(engine.run(A + B + END)) == ["device", "device"]
+
+
+def test_requests_in_promotion_hold_at_most_half_the_device(make_engine):
+    disk = FaultyDisk(MemoryDisk())
+    engine = make_engine(12, disk=disk)
+    prompts = [[base + i // 4 for i in range(16)] + END for base in (10, 20, 30)]
+    for prompt in prompts:
+        engine.run(prompt)
+    engine.store.flush()
+    engine.store.reset()
+    lookups = [engine.look_up(prompt) for prompt in prompts]
+    disk.is_held = True
+    first = engine.store.reserve(lookups[0], 17)
+    with pytest.raises(OutOfBlocksError):
+        engine.store.reserve(lookups[1], 17)
+    disk.is_held = False
+    engine.store.run_until_idle(10.0)
+    second = engine.store.reserve(lookups[1], 17)
+    for lease in (first, second):
+        engine.store.release(lease)
+
+
+def test_the_same_block_computed_twice_is_kept_once(make_engine):
+    engine = make_engine()
+    leases = [engine.start(A + END) for _ in range(2)]
+    for lease in leases:
+        engine.compute(lease, A + END)
+    assert leases[0].block_ids[0] == leases[1].block_ids[0]
+    assert engine.store.stats().merged_blocks == 1
+    for lease in leases:
+        engine.store.release(lease)
+
+
+def test_salts_and_namespaces_do_not_share(make_engine):
+    disk = MemoryDisk()
+    engine = make_engine(disk=disk)
+    engine.run(A + END, salt="a")
+    assert sources(engine.run(A + END, salt="b")) == []
+    assert sources(engine.run(A + END)) == []
+    assert sources(engine.run(A + END, salt="a")) == ["device"]
+    engine.store.flush()
+    other = make_engine(disk=disk, namespace="other model")
+    assert sources(other.run(A + END, salt="a")) == []
+
+
+def test_a_broken_disk_is_left_out_and_says_why(make_engine, caplog):
+    disk = FaultyDisk(MemoryDisk())
+    engine = make_engine(4, disk=disk)
+    engine.run(A + END)
+    disk.is_broken = True
+    for prompt in (B, C, A, B):
+        engine.run(prompt + [4] * 4 + END)
+    assert engine.store.stats().tiers["disk"].state == "off"
+    assert engine.store.stats().tiers["disk"].reason == "the disk is gone"
+    assert engine.store.stats().dirty_blocks == 0
+    assert [record.message for record in caplog.records].count(
+        "disk tier is off: the disk is gone"
+    ) == 1
+
+
+def test_a_full_disk_costs_the_copy_and_not_the_request(make_engine):
+    engine = make_engine(4, disk=MemoryDisk(capacity=1))
+    for prompt in (A, B, C):
+        engine.run(prompt + [4] * 4 + END)
+    engine.store.flush(10.0)
+    assert engine.store.is_clean
+    assert engine.store.stats().written.unwritten_blocks > 0
+
+
+def test_reset_skips_what_is_in_use(make_engine):
+    engine = make_engine(host_blocks=8)
+    engine.run(B + END)
+    held = engine.start(A + END)
+    engine.compute(held, A + END)
+    assert engine.store.reset() == 1
+    assert sources(engine.look_up(B + END)) == []
+    assert sources(engine.look_up(A + END)) == ["device"]
+    engine.store.release(held)
+
+
+def test_load_policy_never_uses_the_device_only(make_engine):
+    disk = MemoryDisk()
+    make_engine(disk=disk).run(A + END)
+    engine = make_engine(4, disk=disk, host_blocks=4, config=StoreConfig(load_policy="never"))
+    engine.run(A + B + END)
+    engine.run(FILL)
+    lease = engine.start(A + B + END)
+    assert lease.num_cached == 0
+    engine.store.release(lease)
+
+
+def test_a_closed_store_and_another_thread_are_refused(make_engine):
+    engine = make_engine()
+    failures = []
+
+    def use():
+        try:
+            engine.store.poll()
+        except AssertionError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    assert len(failures) == 1
+    engine.store.close()
+    engine.store.close()
+    with pytest.raises(StoreClosedError):
+        engine.store.poll()
+
+
+def test_reading_stats_changes_nothing(make_engine):
+    engine = make_engine(host_blocks=4, disk=MemoryDisk())
+    engine.run(A + END)
+    engine.store.flush()
+    assert engine.store.stats() == engine.store.stats()
+
+
+def test_hits_misses_and_residents_add_up(make_engine):
+    engine = make_engine(6, host_blocks=6, disk=MemoryDisk())
+    for prompt in (A, B, C, A, B, C):
+        engine.run(prompt + [4] * 4 + END)
+    stats = engine.store.stats()
+    hits = sum(tier.hits for tier in stats.tiers.values())
+    assert stats.looked_up_blocks == 12
+    assert 0 < hits <= 12
+    device = stats.tiers["device"]
+    assert device.used_bytes == device.used_blocks * engine.store.layout.block_bytes

@@ -1,0 +1,226 @@
+"""Random operations on a store with tiny tiers, compared with what a cache must never do.
+
+The model is a rule, not a second cache: whatever is served must be the bytes that belong to the
+tokens, and every invariant of ``store.check()`` must hold after each step.
+"""
+
+import contextlib
+import os
+from dataclasses import dataclass
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from kvstore.block import BlockLayout
+from kvstore.config import StoreConfig
+from kvstore.errors import CorruptBlockError, OutOfBlocksError
+from kvstore.hashing import namespace_id
+from kvstore.lease import Lease
+from kvstore.store import BlockStore
+from kvstore.testing import FakeClock, FakeEngine, FaultyDisk, MemoryDisk
+from kvstore.tiers.host import HostPool
+
+LAYOUT = BlockLayout(num_layers=1, block_size=2, num_kv_heads=1, head_dim=4, dtype="float16")
+# Prompts begin with a part of one of a few documents, so that they share prefixes of every length.
+DOCUMENTS = [[document] * 2 + [5, document, 6, 7, 8, document] * 2 for document in range(3)]
+PROMPTS = st.builds(
+    lambda document, length, tail: [*DOCUMENTS[document][:length], *tail],
+    st.integers(0, 2),
+    st.sampled_from([14, 12, 9, 4]),
+    st.lists(st.integers(0, 1), min_size=1, max_size=3),
+)
+MORE = st.lists(st.integers(0, 1), max_size=6)
+SALTS = st.sampled_from(["", "", "tenant"])
+NUM_STEPS = int(os.environ.get("KVSTORE_STATEFUL_STEPS", "2400"))
+_STEPS_A_RUN = 40
+
+
+@dataclass(eq=False)
+class Entry:
+    """A request's lease, None when there was no room for it, and its tokens so far."""
+
+    lease: Lease | None
+    tokens: list[int]
+
+
+class StoreMachine(RuleBasedStateMachine):
+    leases = Bundle("leases")
+
+    @initialize(
+        device=st.integers(8, 12),
+        host=st.sampled_from([0, 2, 9]),
+        has_disk=st.booleans(),
+        capacity=st.sampled_from([6, 1000]),
+        policy=st.sampled_from(["write_behind", "write_through", "write_back"]),
+    )
+    def open(self, device, host, has_disk, capacity, policy):
+        self.sizes, self.policy = (device, host), policy
+        self.clock = FakeClock()
+        self.memory = MemoryDisk(capacity) if has_disk else None
+        self.held: list[Entry] = []
+        self.open_store()
+
+    def open_store(self):
+        device, host = self.sizes
+        self.disk = FaultyDisk(self.memory) if self.memory is not None else None
+        self.store = BlockStore(
+            LAYOUT,
+            namespace_id({}),
+            HostPool(device, LAYOUT.block_bytes),
+            host_blocks=host,
+            disk=self.disk,
+            config=StoreConfig(write_policy=self.policy),
+            clock=self.clock,
+        )
+        self.engine = FakeEngine(self.store)
+
+    def teardown(self):
+        if not hasattr(self, "store"):
+            return
+        self.release_disk()
+        for entry in list(self.held):
+            self.give_back(entry)
+        assert self.store.run_until_idle(10.0)
+        assert self.store.check() == []
+        used = self.store.device.capacity - self.store.device.num_free
+        assert used == sum(
+            self.store.index.device[slot] >= 0 for slot in self.store.index.used_slots()
+        )
+        self.store.close(10.0)
+
+    @rule(target=leases, tokens=PROMPTS, salt=SALTS)
+    def acquire(self, tokens, salt):
+        """Reserve without waiting for the transfers it needs."""
+        return self.start(tokens, salt)
+
+    def start(self, tokens, salt):
+        lookup = self.store.lookup(self.encode(tokens), salt)
+        if not lookup.is_ready and self.disk is not None and not self.disk.is_held:
+            self.store.run_until_idle(10.0)
+        entry = Entry(None, list(tokens))
+        if lookup.is_ready:
+            with contextlib.suppress(OutOfBlocksError):
+                entry.lease = self.store.reserve(lookup, len(tokens))
+                self.held.append(entry)
+        return entry
+
+    @rule(tokens=PROMPTS, salt=SALTS)
+    def serve(self, tokens, salt):
+        """A whole request, as far as transfers allow."""
+        entry = self.start(tokens, salt)
+        if self.disk is None or not self.disk.is_held:
+            self.store.run_until_idle(10.0)
+        self.grow(entry, [])
+        self.give_back(entry)
+
+    @rule(entry=leases, more=MORE)
+    def compute(self, entry, more):
+        """The sequence computes what is missing, and grows."""
+        self.grow(entry, more)
+
+    def grow(self, entry, more):
+        lease, tokens = entry.lease, entry.tokens
+        if entry not in self.held or not lease.is_ready or lease.failed_keys:
+            return
+        self.engine.check_cached(lease, tokens)
+        try:
+            self.store.extend(lease, len(tokens) + len(more))
+        except OutOfBlocksError:
+            more = []
+        tokens += more
+        self.engine.compute(lease, tokens)
+
+    @rule(entry=consumes(leases))
+    def release(self, entry):
+        """Finish, abort, or give up a failed or unfinished promotion: all end in a release."""
+        self.give_back(entry)
+
+    def give_back(self, entry):
+        if entry in self.held:
+            self.held.remove(entry)
+            self.store.release(entry.lease)
+
+    @rule()
+    def poll(self):
+        self.store.poll()
+
+    @rule(busy=st.booleans())
+    def settle(self, busy):
+        if self.disk is None or not self.disk.is_held:
+            self.store.poll(model_is_busy=busy)
+            self.store.run_until_idle(10.0)
+
+    @rule(seconds=st.sampled_from([0.5, 3.0, 100.0]))
+    def advance(self, seconds):
+        self.clock.advance(seconds)
+
+    @rule()
+    def reset(self):
+        self.store.reset()
+
+    @precondition(lambda self: self.disk is not None)
+    @rule()
+    def hold_disk(self):
+        self.disk.is_held = True
+
+    @precondition(lambda self: self.disk is not None)
+    @rule()
+    def release_disk(self):
+        if self.disk is not None:
+            self.disk.is_held = False
+
+    @precondition(lambda self: self.disk is not None)
+    @rule(fails=st.booleans())
+    def fail_reads(self, fails):
+        error = CorruptBlockError("flipped", reason="checksum") if fails else None
+        self.disk.fail_reads = lambda ref: error if ref.depth % 2 else None
+
+    @precondition(lambda self: self.disk is not None)
+    @rule(chance=st.integers(0, 30))
+    def break_disk(self, chance):
+        self.disk.is_broken = self.disk.is_broken or chance == 17
+
+    @precondition(lambda self: self.memory is not None)
+    @rule(choice=st.integers(0, 100))
+    def peer_evicts_from_disk(self, choice):
+        """Another process removes a leaf."""
+        parents = {ref.parent for ref, _ in self.memory.blocks.values()}
+        leaves = sorted(key for key in self.memory.blocks if key not in parents)
+        if leaves:
+            del self.memory.blocks[leaves[choice % len(leaves)]]
+
+    @rule()
+    def reopen(self):
+        """Close, and open another store on the same disk: what it finds there must be right."""
+        self.release_disk()
+        for entry in list(self.held):
+            self.give_back(entry)
+        self.store.close(10.0)
+        self.open_store()
+
+    @invariant()
+    def every_invariant_holds(self):
+        if hasattr(self, "store"):
+            assert self.store.check() == []
+
+    @staticmethod
+    def encode(tokens):
+        return b"".join(token.to_bytes(4, "little") for token in tokens)
+
+
+StoreMachine.TestCase.settings = settings(
+    max_examples=max(1, NUM_STEPS // _STEPS_A_RUN),
+    stateful_step_count=_STEPS_A_RUN,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+TestStoreMachine = StoreMachine.TestCase
