@@ -13,7 +13,6 @@ import logging
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -79,7 +78,9 @@ class TransferLoop:
         self._num_pending = 0
         self._num_promoting = 0  # loop thread: loads under way; cleaning yields to them
         self._closing = False
-        self._copies = ThreadPoolExecutor(1, "kv-copy")
+        for rows in (host, staging.rows if staging else None):
+            if rows is not None:
+                copier.adopt(rows)
         self._loop = asyncio.new_event_loop()
         # The throttle counts starts within a period, so a rate below one needs a longer period.
         blocks_per_s = write_bytes_per_s / block_bytes
@@ -125,12 +126,13 @@ class TransferLoop:
 
     def promote(self, host_ids: Sequence[int], block_ids: Sequence[int], done: Done[None]) -> None:
         """Host into device blocks."""
-        self._submit(self._promote(self._host, host_ids, block_ids, self._copier.fence()), done)
+        self._submit(self._promote(host_ids, block_ids, self._copier.fence()), done)
 
     def demote(self, block_ids: Sequence[int], host_ids: Sequence[int], done: Done[None]) -> None:
         """Device into host blocks."""
-        copy, fence = self._copier.copy_out, self._copier.fence()
-        self._submit(self._copy(copy, block_ids, self._host, host_ids, fence), done)
+        assert self._host is not None
+        fence = self._copier.fence()
+        self._submit(self._copier.copy_out(block_ids, self._host, host_ids, fence), done)
 
     def write(
         self,
@@ -156,7 +158,7 @@ class TransferLoop:
         asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self._copies.shutdown(wait=True)
+        self._copier.close()
         self._loop.close()
 
     def _run(self) -> None:
@@ -183,12 +185,10 @@ class TransferLoop:
         self._completions.append((done, outcome))
         self._on_completion()
 
-    async def _copy(self, copy: Callable[..., None], *arguments: Any) -> None:
-        await self._loop.run_in_executor(self._copies, copy, *arguments)
-
-    async def _promote(self, *arguments: Any) -> None:
+    async def _promote(self, host_ids: Sequence[int], block_ids: Sequence[int], fence: Any) -> None:
+        assert self._host is not None
         with self._promoting():
-            await self._copy(self._copier.copy_in, *arguments)
+            await self._copier.copy_in(self._host, host_ids, block_ids, fence)
 
     async def _read(
         self, refs: Sequence[BlockRef], block_ids: Sequence[int], fence: Any
@@ -212,8 +212,7 @@ class TransferLoop:
             rows = [staging.payload(row) for row in row_ids]
             outcomes = await self._disk.read(list(map(BlockRead, refs, rows)))
             good = [i for i, outcome in enumerate(outcomes) if outcome is None]
-            await self._copy(
-                self._copier.copy_in,
+            await self._copier.copy_in(
                 staging.rows,
                 [row_ids[i] for i in good],
                 [block_ids[i] for i in good],
@@ -244,8 +243,8 @@ class TransferLoop:
         if self._staging is None or not on_device:
             return await self._disk.write([self._as_write(write) for write in writes])
         async with self._staged(len(on_device)) as (staging, row_ids):
-            block_ids = [write.source for write in on_device]
-            await self._copy(self._copier.copy_out, block_ids, staging.rows, row_ids, fence)
+            block_ids = [write.source for write in writes if isinstance(write.source, int)]
+            await self._copier.copy_out(block_ids, staging.rows, row_ids, fence)
             payloads = iter([staging.payload(row) for row in row_ids])
             return await self._disk.write(
                 [

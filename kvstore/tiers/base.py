@@ -42,18 +42,38 @@ class BlockPool(Protocol):
         """The block's bytes, writable; None where the processor cannot address them."""
 
 
+@dataclass(frozen=True, slots=True)
+class CopierStats:
+    """Host memory that copies use. ``pageable_bytes`` were meant to be page-locked; ``reason`` says
+    why they are not, and is empty when all is well."""
+
+    page_locked_bytes: int = 0
+    pageable_bytes: int = 0
+    reason: str = ""
+
+
 class BlockCopier(Protocol):
-    """Copies blocks between the device pool and host rows, called on a worker thread."""
+    """Copies blocks between the device pool and rows in host memory.
+
+    The coroutines run on the transfer loop. When one returns or raises, no copy of its blocks is
+    under way any more. Cancelling one leaves its copy running: the ids stay taken.
+    """
+
+    def adopt(self, rows: Rows) -> None:
+        """Owner thread, once for each array before its first copy: page-lock it if that helps.
+
+        ``rows`` stays the caller's, and stays alive until ``close``.
+        """
 
     def fence(self) -> Any:
         """Owner thread: a mark after all device work submitted so far. Does not wait for it."""
 
-    def copy_out(
+    async def copy_out(
         self, block_ids: Sequence[int], rows: Rows, row_ids: Sequence[int], fence: Any
     ) -> None:
         """Device blocks into host rows after ``fence``; returns when the bytes are there."""
 
-    def copy_in(
+    async def copy_in(
         self, rows: Rows, row_ids: Sequence[int], block_ids: Sequence[int], fence: Any
     ) -> None:
         """Host rows into device blocks after ``fence``; returns when the bytes are there."""
@@ -64,6 +84,12 @@ class BlockCopier(Protocol):
         No destination is a source or named twice. On a CPU the bytes are there on return; on CUDA
         the copy is enqueued on the current stream.
         """
+
+    def stats(self) -> CopierStats: ...
+
+    def close(self) -> None:
+        """Waits for copies under way, then undoes ``adopt``. The owner of the transfer loop calls
+        it after the loop has ended."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,16 @@
 """Blocks in memory that the processor addresses: the host tier, and the device tier of a CPU."""
 
+import asyncio
 import heapq
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstore.errors import ConfigError
+from kvstore.tiers.base import CopierStats, Rows
+from kvstore.tiers.runs import Run, batches, find_runs, in_row_order
 
 
 class FreeIds:
@@ -54,9 +57,7 @@ class HostPool:
             ) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._mapping.madvise(mmap.MADV_HUGEPAGE)
-        self.rows: npt.NDArray[np.uint8] = np.frombuffer(self._mapping, np.uint8).reshape(
-            capacity, block_bytes
-        )
+        self.rows: Rows = np.frombuffer(self._mapping, np.uint8).reshape(capacity, block_bytes)
         self._free = FreeIds(capacity)
 
     @property
@@ -79,49 +80,65 @@ class HostPool:
 class HostCopier:
     """Copies between two pools in host memory, runs of adjacent blocks as one piece.
 
-    ``numpy.copyto`` releases the interpreter lock, so a worker thread copies beside the model.
+    ``numpy.copyto`` releases the interpreter lock, so a worker thread copies beside the model. Each
+    direction has one thread: a promotion, which a request waits for, never queues behind demotions,
+    and a second thread would not copy faster (one nearly fills the memory bus).
     """
 
     def __init__(self, device: HostPool) -> None:
         self._device = device
+        self._out = ThreadPoolExecutor(1, "kv-copy-out")
+        self._in = ThreadPoolExecutor(1, "kv-copy-in")
+
+    def adopt(self, rows: Rows) -> None:
+        """Nothing to prepare: the processor reaches both sides."""
 
     def fence(self) -> None:
         """On a CPU the owner thread has finished a forward before it submits a copy."""
 
-    def copy_out(
-        self,
-        block_ids: Sequence[int],
-        rows: npt.NDArray[np.uint8],
-        row_ids: Sequence[int],
-        fence: None = None,
+    async def copy_out(
+        self, block_ids: Sequence[int], rows: Rows, row_ids: Sequence[int], fence: None = None
     ) -> None:
-        for block, row, count in _runs(block_ids, row_ids):
-            np.copyto(rows[row : row + count], self._device.rows[block : block + count])
+        await self._copy(self._out, _copy_out, block_ids, rows, row_ids)
 
-    def copy_in(
-        self,
-        rows: npt.NDArray[np.uint8],
-        row_ids: Sequence[int],
-        block_ids: Sequence[int],
-        fence: None = None,
+    async def copy_in(
+        self, rows: Rows, row_ids: Sequence[int], block_ids: Sequence[int], fence: None = None
     ) -> None:
-        for row, block, count in _runs(row_ids, block_ids):
-            np.copyto(self._device.rows[block : block + count], rows[row : row + count])
+        await self._copy(self._in, _copy_in, block_ids, rows, row_ids)
 
     def copy_within(self, src_ids: Sequence[int], dst_ids: Sequence[int]) -> None:
         rows = self._device.rows
-        for source, target, count in _runs(src_ids, dst_ids):
+        for target, source, count in find_runs(*in_row_order(dst_ids, src_ids)):
             np.copyto(rows[target : target + count], rows[source : source + count])
 
+    def stats(self) -> CopierStats:
+        return CopierStats()
 
-def _runs(sources: Sequence[int], targets: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(source, target, count) of maximal stretches in which both ids go up by one."""
-    runs: list[tuple[int, int, int]] = []
-    for source, target in zip(sources, targets, strict=True):
-        if runs:
-            first_source, first_target, count = runs[-1]
-            if source == first_source + count and target == first_target + count:
-                runs[-1] = (first_source, first_target, count + 1)
-                continue
-        runs.append((source, target, 1))
-    return runs
+    def close(self) -> None:
+        self._out.shutdown(wait=True)
+        self._in.shutdown(wait=True)
+
+    async def _copy(
+        self,
+        thread: ThreadPoolExecutor,
+        copy: Callable[[Rows, Rows, list[Run]], None],
+        block_ids: Sequence[int],
+        rows: Rows,
+        row_ids: Sequence[int],
+    ) -> None:
+        """Batch by batch, so that a short copy does not wait for all of a long one."""
+        blocks, order = in_row_order(block_ids, row_ids)
+        loop = asyncio.get_running_loop()
+        for batch in batches(len(blocks), self._device.block_bytes):
+            runs = find_runs(blocks[batch], order[batch])
+            await loop.run_in_executor(thread, copy, self._device.rows, rows, runs)
+
+
+def _copy_out(device: Rows, rows: Rows, runs: list[Run]) -> None:
+    for block, row, count in runs:
+        np.copyto(rows[row : row + count], device[block : block + count])
+
+
+def _copy_in(device: Rows, rows: Rows, runs: list[Run]) -> None:
+    for block, row, count in runs:
+        np.copyto(device[block : block + count], rows[row : row + count])
