@@ -104,8 +104,7 @@ class ModelRunner:
         longest = num_blocks * self._block_size - 1
         num_tokens = min(longest, self._loaded.max_model_len - 1)
         table = range(num_blocks)
-        if num_tokens:
-            runner.execute([SequenceStep([0] * num_tokens, 0, table, True)])
+        runner.execute([SequenceStep([0] * num_tokens, 0, table, True)])
         logits = runner.execute([SequenceStep([0], num_tokens, table, True)])
         logits.argmax().item()  # waits for the device
 
