@@ -5,6 +5,7 @@ import contextlib
 import inspect
 import os
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -148,17 +149,36 @@ class LLM:
         """A frozen snapshot of the cache; reading it changes nothing."""
         return self._core.call(lambda: self._core.store.stats())
 
-    def reset_prefix_cache(self, tier: str | None = None) -> int:
-        """Forget this model's cached blocks in one tier, or in all of them. Blocks in use are
-        skipped; returns how many were."""
-        name = None if tier is None else _tier_name(tier)
-        return self._core.call(lambda: self._core.store.reset(name))
+    def reset_prefix_cache(self, tier: str | None = None, *, cache_salt: str | None = None) -> int:
+        """Forget this model's cached blocks of one salt, in one tier or in all of them.
+
+        Blocks in use are skipped; returns how many were. With ``tier="device"`` or ``"host"`` only
+        that tier's copies go: what disk does not hold yet is written first.
+        """
+        name, salt = None if tier is None else _tier_name(tier), cache_salt or ""
+        self.flush()
+        store, skipped = self._core.store, 0
+        if name is not TierName.DISK:
+            skipped = self._core.call(lambda: store.reset(name, salt))
+        if name in (None, TierName.DISK):
+            cleared = threading.Event()
+            self._core.call(lambda: store.clear_disk(salt, cleared.set))
+            self._core.wait_for(cleared.is_set)
+        return skipped
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until disk holds every cached block; False when ``timeout`` seconds ran out."""
         store = self._core.store
         self._core.call(store.urge)
         return self._core.wait_for(lambda: store.is_clean, timeout)
+
+    def check(self) -> list[str]:
+        """Violated invariants of the cache, one sentence each; empty when all hold. O(blocks)."""
+        return self._core.call(lambda: self._core.store.check())
+
+    @property
+    def is_closed(self) -> bool:
+        return self._core.is_closed
 
     def close(self, timeout: float | None = None) -> None:
         """Abort running requests, write what is dirty within ``timeout`` seconds, free memory.

@@ -282,20 +282,35 @@ class BlockStore:
         self._transfer.close()
         self._closed = True
 
-    def reset(self, tier: TierName | None = None) -> int:
-        """Drop the memory copies that nobody uses, of one tier or of both; returns how many
-        blocks were skipped because they are in use. Dirty blocks are lost, not written."""
+    def reset(self, tier: TierName | None = None, salt: str | None = None) -> int:
+        """Drop memory copies that nobody uses, of one tier or of both, of one salt or of all.
+
+        Returns how many blocks were skipped because they are in use. Dirty blocks are lost, not
+        written: ``flush`` first where they should not be. Disk is another matter: ``clear_disk``.
+        """
         self._check_open()
         index, skipped = self.index, 0
+        digest = None if salt is None else salt_digest(salt)
         for slot in list(index.used_slots()):
+            if digest is not None and index.salt[slot] != digest:
+                continue
             if index.transfers[slot] or index.refcount[slot]:
                 skipped += 1
                 continue
-            if tier is not TierName.HOST and index.device[slot] != NONE:
+            on_host = index.host[slot] != NONE
+            if tier in (None, TierName.DEVICE) and index.device[slot] != NONE:
                 self._evictor.drop_device(slot)
-            if tier is not TierName.DEVICE and index.host[slot] != NONE:
+            if tier in (None, TierName.HOST) and on_host:
                 self._evictor.drop_host(slot)
         return skipped
+
+    def clear_disk(self, salt: str, done: Callable[[], None]) -> None:
+        """Drop this namespace's and salt's blocks from disk; ``poll()`` calls ``done`` then."""
+        self._check_open()
+        if self._disk is None:
+            done()
+            return
+        self._transfer.clear(chain_seed(self.namespace, salt), lambda outcome: done())
 
     def residency(self, lookup: Lookup) -> dict[TierName, int]:
         """Blocks of a looked-up prefix by the fastest tier that held them."""

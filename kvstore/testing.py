@@ -80,8 +80,12 @@ class MemoryDisk:
     async def touch(self, keys: Sequence[bytes]) -> None:
         pass
 
-    async def remove(self, keys: Sequence[bytes]) -> int:
-        return sum(self.blocks.pop(key, None) is not None for key in keys)
+    async def clear(self, seed: bytes) -> int:
+        children = [key for key, (ref, _) in self.blocks.items() if ref.parent == seed]
+        below = [await self.clear(key) for key in children]
+        for key in children:
+            del self.blocks[key]
+        return len(children) + sum(below)
 
     def stats(self) -> DiskStats:
         used = sum(len(payload) for _, payload in self.blocks.values())
@@ -143,9 +147,9 @@ class FaultyDisk:
         await self._pass(0)
         await self.inner.touch(keys)
 
-    async def remove(self, keys: Sequence[bytes]) -> int:
+    async def clear(self, seed: bytes) -> int:
         await self._pass(0)
-        return await self.inner.remove(keys)
+        return await self.inner.clear(seed)
 
     def stats(self) -> DiskStats:
         return self.inner.stats()

@@ -146,9 +146,9 @@ class TransferLoop:
         assert self._disk is not None
         self._submit(self._disk.touch(keys), _ignore)
 
-    def remove(self, keys: Sequence[bytes], done: Done[int]) -> None:
+    def clear(self, seed: bytes, done: Done[int]) -> None:
         assert self._disk is not None
-        self._submit(self._disk.remove(keys), done)
+        self._submit(self._disk.clear(seed), done)
 
     def close(self) -> None:
         """Waits for the jobs under way (without applying callbacks), then ends the threads."""

@@ -119,8 +119,8 @@ class DiskTier(Protocol):
     async def touch(self, keys: Sequence[bytes]) -> None:
         """Record a use, leaf first and root last."""
 
-    async def remove(self, keys: Sequence[bytes]) -> int:
-        """Drop blocks with no child left on disk, in the given order; how many went."""
+    async def clear(self, seed: bytes) -> int:
+        """Drop every block that descends from ``seed``; how many went."""
 
     def stats(self) -> DiskStats: ...
 

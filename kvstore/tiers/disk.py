@@ -1,6 +1,7 @@
 """The disk tier for the transfer loop: a ``DiskStore`` behind its named threads."""
 
 import asyncio
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -43,8 +44,8 @@ class LmdbTier:
     async def touch(self, keys: Sequence[bytes]) -> None:
         await self._run(self._writer, self._disk.touch, keys)
 
-    async def remove(self, keys: Sequence[bytes]) -> int:
-        return await self._run(self._writer, self._disk.remove, keys)
+    async def clear(self, seed: bytes) -> int:
+        return await self._run(self._writer, self._clear_sync, seed)
 
     def stats(self) -> DiskStats:
         return self._disk.stats()
@@ -59,6 +60,14 @@ class LmdbTier:
     @staticmethod
     async def _run(pool: ThreadPoolExecutor, function: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
+
+    def _clear_sync(self, seed: bytes) -> int:
+        keys, parents = [], [seed]
+        while parents:
+            children = [ref.key for ref in self._disk.children(parents.pop(), limit=sys.maxsize)]
+            keys += children
+            parents += children
+        return self._disk.remove(keys[::-1])  # children before their parents
 
     def _read_sync(self, reads: Sequence[BlockRead]) -> list[KVStoreError | None]:
         outcomes: list[KVStoreError | None] = []

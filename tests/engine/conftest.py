@@ -1,0 +1,120 @@
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from engine import LLM, SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
+TINY_BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 4  # layers, K and V, positions, heads, head_dim, float32
+
+
+def save_tiny_model(path: Path, seed: int = 0) -> Path:
+    """A random Llama whose greedy text varies: with the default range it repeats one token."""
+    config = transformers.LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    torch.manual_seed(seed)
+    transformers.LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quiet_transformers():
+    transformers.utils.logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory) -> str:
+    return str(save_tiny_model(tmp_path_factory.mktemp("tiny") / "model"))
+
+
+@pytest.fixture(scope="session")
+def tiny_prompts() -> list[list[int]]:
+    """Twenty prompts that begin with one of three documents."""
+    rng = random.Random(0)
+    documents = [[rng.randrange(3, 128) for _ in range(length)] for length in (40, 111, 190)]
+    return [
+        rng.choice(documents) + [rng.randrange(3, 128) for _ in range(rng.randrange(1, 30))]
+        for _ in range(20)
+    ]
+
+
+@pytest.fixture
+def make_llm(tiny_model):
+    """Engines on the tiny model in float32, checked and closed at the end."""
+    engines: list[LLM] = []
+
+    def make(model: str | None = None, **settings) -> LLM:
+        defaults = {
+            "dtype": "float32",
+            "device_cache": 400 * TINY_BLOCK_BYTES,
+            "skip_tokenizer_init": True,
+            "load_policy": "always",
+        }
+        engines.append(LLM(model or tiny_model, **(defaults | settings)))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        if not engine.is_closed:
+            assert engine.check() == []
+            engine.close(30)
+
+
+class Oracle:
+    """transformers' own greedy generation, without any cache of ours."""
+
+    def __init__(self, path: str, dtype: torch.dtype = torch.float32) -> None:
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        self.model = model.eval()
+        self._known: dict[tuple, list[int]] = {}
+
+    def generate(self, prompt: list[int], max_tokens: int = 16) -> list[int]:
+        key = (tuple(prompt), max_tokens)
+        if key not in self._known:
+            output = self.model.generate(
+                torch.tensor([prompt]),
+                do_sample=False,
+                max_new_tokens=max_tokens,
+                pad_token_id=0,
+            )
+            self._known[key] = output[0, len(prompt) :].tolist()
+        return self._known[key]
+
+    def assert_equal(self, prompt: list[int], answer: list[int], max_tokens: int = 16) -> None:
+        """Equal tokens, up to a step whose two best logits are closer than rounding.
+
+        Matrix products change by about 4e-5 with the number of rows, so where the two best logits
+        lie within 1e-4 of the logits' range, either token is right and the comparison ends.
+        """
+        expected = self.generate(prompt, max_tokens)
+        if answer == expected:
+            return
+        step = next(i for i in range(max_tokens) if answer[i : i + 1] != expected[i : i + 1])
+        with torch.inference_mode():
+            logits = self.model(torch.tensor([prompt + expected[:step]])).logits[0, -1]
+        best = logits.topk(2)
+        gap = (best.values[0] - best.values[1]) / (logits.max() - logits.min())
+        assert gap < 1e-4, f"token {step}: {answer[step : step + 1]} instead of {expected[step]}"
+        assert answer[step] in best.indices.tolist()
+
+
+@pytest.fixture(scope="session")
+def tiny_oracle(tiny_model) -> Oracle:
+    return Oracle(tiny_model)
+
+
+MakeLLM = Callable[..., LLM]
