@@ -64,10 +64,8 @@ def _attend_tiles(
     window,
     scale,
     softcap,
-    stride_kb,
+    stride_kb,  # of both pools
     stride_ks,
-    stride_vb,
-    stride_vs,
     HEAD_DIM: tl.constexpr,
     D0: tl.constexpr,
     D1: tl.constexpr,
@@ -102,20 +100,19 @@ def _attend_tiles(
             next_ids = tl.load(
                 table_ptr + (key + N) // BLOCK_SIZE, mask=key + N < num_keys, other=0
             )
-            block = ids.to(tl.int64)[:, None]
-            slot = (key % BLOCK_SIZE)[:, None]
-            k_row = k_ptr + block * stride_kb + slot * stride_ks
-            v_row = v_ptr + block * stride_vb + slot * stride_vs
+            row = (ids.to(tl.int64) * stride_kb + (key % BLOCK_SIZE) * stride_ks)[:, None]
             if MASKED:
-                k0 = tl.load(k_row + d0[None, :], mask=seen, other=0.0)
+                k0 = tl.load(k_ptr + row + d0[None, :], mask=seen, other=0.0)
             else:
-                k0 = tl.load(k_row + d0[None, :])
+                k0 = tl.load(k_ptr + row + d0[None, :])
         scores = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
         if D1 > 0:
             if MASKED or D0 + D1 > HEAD_DIM:
-                k1 = tl.load(k_row + d1[None, :], mask=seen & (d1 < HEAD_DIM)[None, :], other=0.0)
+                k1 = tl.load(
+                    k_ptr + row + d1[None, :], mask=seen & (d1 < HEAD_DIM)[None, :], other=0.0
+                )
             else:
-                k1 = tl.load(k_row + d1[None, :])
+                k1 = tl.load(k_ptr + row + d1[None, :])
             scores = tl.dot(q1, tl.trans(k1), scores, input_precision=PRECISION)
         if HAS_SOFTCAP:
             # scale is 2 log2(e) scale / softcap here, so that the exponential is e^(2x).
@@ -143,16 +140,18 @@ def _attend_tiles(
                 # is NaN.
                 v0 = tl.where(seen, v0, 0.0)
         elif MASKED:
-            v0 = tl.load(v_row + d0[None, :], mask=seen, other=0.0)
+            v0 = tl.load(v_ptr + row + d0[None, :], mask=seen, other=0.0)
         else:
-            v0 = tl.load(v_row + d0[None, :])
+            v0 = tl.load(v_ptr + row + d0[None, :])
         weights = weights.to(v0.dtype)
         acc0 = tl.dot(weights, v0, acc0 * decay[:, None], input_precision=PRECISION)
         if D1 > 0:
             if MASKED or D0 + D1 > HEAD_DIM:
-                v1 = tl.load(v_row + d1[None, :], mask=seen & (d1 < HEAD_DIM)[None, :], other=0.0)
+                v1 = tl.load(
+                    v_ptr + row + d1[None, :], mask=seen & (d1 < HEAD_DIM)[None, :], other=0.0
+                )
             else:
-                v1 = tl.load(v_row + d1[None, :])
+                v1 = tl.load(v_ptr + row + d1[None, :])
             acc1 = tl.dot(weights, v1, acc1 * decay[:, None], input_precision=PRECISION)
         ids = next_ids
     return acc0, acc1, total, top
@@ -179,12 +178,9 @@ def attention_kernel(
     stride_table,
     stride_qt,
     stride_qh,
-    stride_kb,
+    stride_kb,  # of both pools: shared offsets save the registers of a second set
     stride_ks,
     stride_kh,
-    stride_vb,
-    stride_vs,
-    stride_vh,
     stride_op,
     stride_ot,
     stride_oh,
@@ -274,20 +270,20 @@ def attention_kernel(
     table_ptr = block_tables_ptr + seq.to(tl.int64) * stride_table
     if not TMA:
         k_ptr += kv_head * stride_kh
-        v_ptr += kv_head * stride_vh
+        v_ptr += kv_head * stride_kh
     # fmt: off
     if HAS_WINDOW:
         acc0, acc1, total, top = _attend_tiles(
             acc0, acc1, total, top, q0, q1, k_ptr, v_ptr, table_ptr, kv_head, begin, whole_begin,
-            num_keys, position, window, scale, softcap, stride_kb, stride_ks, stride_vb, stride_vs,
+            num_keys, position, window, scale, softcap, stride_kb, stride_ks,
             HEAD_DIM, D0, D1, BLOCK_SIZE, N, True, HAS_WINDOW, HAS_SOFTCAP, PRECISION, TMA)
     acc0, acc1, total, top = _attend_tiles(
         acc0, acc1, total, top, q0, q1, k_ptr, v_ptr, table_ptr, kv_head, whole_begin, whole_end,
-        num_keys, position, window, scale, softcap, stride_kb, stride_ks, stride_vb, stride_vs,
+        num_keys, position, window, scale, softcap, stride_kb, stride_ks,
         HEAD_DIM, D0, D1, BLOCK_SIZE, N, False, HAS_WINDOW, HAS_SOFTCAP, PRECISION, TMA)
     acc0, acc1, total, top = _attend_tiles(
         acc0, acc1, total, top, q0, q1, k_ptr, v_ptr, table_ptr, kv_head, whole_end, end,
-        num_keys, position, window, scale, softcap, stride_kb, stride_ks, stride_vb, stride_vs,
+        num_keys, position, window, scale, softcap, stride_kb, stride_ks,
         HEAD_DIM, D0, D1, BLOCK_SIZE, N, True, HAS_WINDOW, HAS_SOFTCAP, PRECISION, TMA)
     # fmt: on
 

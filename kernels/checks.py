@@ -108,7 +108,8 @@ def check_triton_attention(q: Tensor, k_pool: Tensor, v_pool: Tensor, out: Tenso
             f"q: expected a head_dim that is a multiple of 16 up to {MAX_TRITON_HEAD_DIM}, "
             f"got {head_dim}"
         )
-    for name, tensor in (("q", q), ("k_pool", k_pool), ("v_pool", v_pool), ("out", out)):
+    expect("v_pool", "strides of k_pool", k_pool.stride(), v_pool.stride())
+    for name, tensor in (("q", q), ("k_pool", k_pool), ("out", out)):
         for stride in tensor.stride()[:-1]:
             if stride % 16:
                 raise ValueError(f"{name}: expected strides that are multiples of 16, got {stride}")
