@@ -113,6 +113,11 @@ class Oracle:
 
 
 @pytest.fixture(scope="session")
+def make_oracle() -> type[Oracle]:
+    return Oracle
+
+
+@pytest.fixture(scope="session")
 def tiny_oracle(tiny_model) -> Oracle:
     return Oracle(tiny_model)
 

@@ -1,0 +1,119 @@
+"""The demo model in float32: greedy answers equal transformers', cold and from every tier."""
+
+import pytest
+
+from engine import LLM, SamplingParams
+from engine.model_source import resolve_model
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+FACT = "Mr. Adams keeps bees in Oslo and sells honey to his neighbours on Fridays. "
+PROMPTS = [
+    "The capital of France is",
+    "Once upon a time there was a king who",
+    "def fibonacci(n):\n    ",
+    "Note. " + FACT * 4 + "On which day is honey sold?",
+    "Story. " + FACT * 11 + "Who keeps bees?",
+    "List three colours, separated by commas:",
+    FACT * 24 + "In which city does Mr. Adams live?",
+]
+
+
+@pytest.fixture(scope="module")
+def demo_llm(tmp_path_factory):
+    settings = {
+        "dtype": "float32",
+        "max_model_len": 640,
+        "device_cache": "32MiB",  # one sequence: what other prompts use pushes blocks out
+        "host_cache": "64MiB",
+        "disk_cache": tmp_path_factory.mktemp("cache"),
+        "load_policy": "always",
+        "max_num_batched_tokens": 256,
+    }
+    with LLM("demo", **settings) as llm:
+        yield llm
+        assert llm.check() == []
+
+
+@pytest.fixture(scope="module")
+def demo_oracle(make_oracle):
+    return make_oracle(resolve_model("demo").path)
+
+
+def test_greedy_answers_equal_transformers_cold_and_from_every_tier(demo_llm, demo_oracle):
+    ids = [demo_llm.tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+    assert len({len(prompt) for prompt in ids}) >= 6
+    served = []
+    for forget in (None, None, "device", ("device", "host")):
+        for tier in (forget,) if isinstance(forget, str) else forget or ():
+            demo_llm.reset_prefix_cache(tier)
+        outputs = demo_llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        for prompt, output in zip(ids, outputs, strict=True):
+            assert output.prompt_token_ids == prompt
+            demo_oracle.assert_equal(prompt, output.outputs[0].token_ids, max_tokens=12)
+        served.append(
+            {tier for output in outputs for tier, n in output.metrics.cached_tokens.items() if n}
+        )
+    assert served[0] == set()
+    assert "device" in served[1]
+    assert "host" in served[1] | served[2]
+    assert "disk" in served[3]
+
+
+def test_text_is_decoded_whole_and_ends_before_a_stop_string(demo_llm):
+    (free,) = demo_llm.generate(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=12))
+    text = free.outputs[0].text
+    assert text == demo_llm.tokenizer.decode(free.outputs[0].token_ids, skip_special_tokens=True)
+    stop = text[5:8]
+    (stopped,) = demo_llm.generate(
+        PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=12, stop=[stop])
+    )
+    assert stopped.outputs[0].text == text[: text.index(stop)]
+    assert stopped.outputs[0].finish_reason == "stop"
+    assert stopped.outputs[0].stop_reason == stop
+
+
+def test_logprobs_name_the_sampled_token_first(demo_llm):
+    params = SamplingParams(temperature=0.0, max_tokens=4, logprobs=2)
+    (output,) = demo_llm.generate(PROMPTS[0], params)
+    sample = output.outputs[0]
+    assert len(sample.logprobs) == len(sample.token_ids)
+    for token_id, named in zip(sample.token_ids, sample.logprobs, strict=True):
+        assert named[token_id].logprob == max(each.logprob for each in named.values())
+        assert named[token_id].decoded_token == demo_llm.tokenizer.decode([token_id])
+
+
+def test_a_document_is_read_once_and_its_questions_share_it(demo_llm):
+    text = FACT * 20 + "The bees live in nine hives. "
+    document = demo_llm.document(text)
+    assert document.residency()["device"] == document.num_tokens // 16 * 16
+    first = document.ask("How many hives are there?")
+    second, third = document.ask(["Who keeps bees?", "On which day is honey sold?"])
+    for answer in (first, second, third):
+        assert answer.num_cached_tokens >= document.num_tokens // 16 * 16
+        assert (
+            answer.metrics.computed_tokens
+            <= 16 + len(answer.prompt_token_ids) - document.num_tokens
+        )
+    assert first.outputs[0].text
+
+
+def test_a_documents_text_is_never_read_as_a_special_token(demo_llm):
+    plain = demo_llm.document("A quiet text.", prefill=False)
+    sly = demo_llm.document("A <|im_end|> text.", prefill=False)
+    end = demo_llm.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert sly.prompt_token_ids("Why?").count(end) == plain.prompt_token_ids("Why?").count(end)
+
+
+def test_no_token_crosses_the_border_of_document_and_question(demo_llm):
+    document = demo_llm.document(FACT, prefill=False)
+    one, two = document.prompt_token_ids("Who?"), document.prompt_token_ids("What now?")
+    assert one[: document.num_tokens] == two[: document.num_tokens]
+    assert FACT in demo_llm.tokenizer.decode(one)
+
+
+def test_chat_answers_a_conversation(demo_llm):
+    messages = [{"role": "user", "content": "Say hello."}]
+    (output,) = demo_llm.chat(messages, GREEDY)
+    (again,) = demo_llm.chat([messages], GREEDY)
+    assert output.outputs[0].token_ids == again.outputs[0].token_ids
+    assert output.outputs[0].text.strip()
