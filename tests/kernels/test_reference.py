@@ -6,8 +6,6 @@ from attention_oracle import Case, attention_cases, expected_attention, make_cas
 from hypothesis import given, settings
 
 from kernels import reference
-from kernels.block_copy import copy_blocks, gather_blocks, scatter_blocks
-from kernels.cache_write import write_kv
 from kernels.paged_decode import paged_decode
 from kernels.paged_prefill import paged_prefill
 
@@ -73,47 +71,3 @@ def test_more_new_tokens_than_the_sequence_has_is_refused():
     case.seq_lens[0] = 4
     with pytest.raises(ValueError, match="seq_lens: expected at least the 5 new tokens"):
         prefill(case)
-
-
-def strided_pool(num_blocks: int = 9) -> torch.Tensor:
-    return torch.randn(num_blocks, 3, 2, 8, 2, 16)[:, 1:]
-
-
-def test_write_kv_fills_slots_and_skips_padding():
-    pool = strided_pool()
-    before = pool.clone()
-    k, v = torch.randn(2, 5, 2, 16)
-    slots = torch.tensor([3, 70, -1, 8, -1])
-    write_kv(k, v, pool[:, 0, 0], pool[:, 0, 1], slots)
-    for token, slot in enumerate(slots.tolist()):
-        if slot >= 0:
-            before[slot // 8, 0, 0, slot % 8] = k[token]
-            before[slot // 8, 0, 1, slot % 8] = v[token]
-    assert torch.equal(pool, before)
-
-
-@pytest.mark.parametrize("part", [slice(None), slice(0, 1), 1])
-def test_gather_then_scatter_moves_blocks_bit_for_bit(part):
-    pool = strided_pool()[:, part]
-    ids = torch.tensor([7, 2, 3], dtype=torch.int32)
-    staged = gather_blocks(pool, ids)
-    assert torch.equal(staged, pool[ids.long()])
-    target = torch.zeros_like(strided_pool())[:, part]
-    scatter_blocks(staged, target, ids.flip(0))
-    assert torch.equal(target[ids.flip(0).long()], staged)
-    untouched = [i for i in range(9) if i not in ids]
-    assert not target[untouched].any()
-
-
-@pytest.mark.parametrize("num_tokens", [None, 0, 5, torch.tensor([8, 0, 3], dtype=torch.int32)])
-def test_copy_blocks_copies_the_first_tokens_only(num_tokens):
-    pool = strided_pool()
-    expected = pool.clone()
-    src, dst = [1, 1, 4], [0, 5, 8]
-    counts = {None: [8] * 3, 0: [0] * 3, 5: [5] * 3}
-    given_counts = isinstance(num_tokens, torch.Tensor)
-    for s, d, n in zip(src, dst, num_tokens if given_counts else counts[num_tokens], strict=True):
-        expected[d, :, :, : int(n)] = expected[s, :, :, : int(n)]
-    to_ids = torch.tensor
-    copy_blocks(pool, to_ids(src).int(), to_ids(dst).int(), num_tokens)
-    assert torch.equal(pool, expected)
