@@ -73,7 +73,7 @@ class LinkedOrder:
         self._size -= 1
 
     def discard(self, slot: int) -> None:
-        if self._next[slot] != _ABSENT:
+        if slot in self:
             self.remove(slot)
 
     def renew(self, slot: int) -> None:

@@ -1,0 +1,135 @@
+"""Time to first token of a question about a long document, by the tier that holds the document.
+
+cold      nothing cached, caching on          off     caching off
+device    resident blocks                     host    every block comes from host memory
+disk      every block comes from LMDB within the process that wrote it
+restart   a new process finds them on disk (page cache warm), its first question
+
+Every answer is compared with the one without a cache before its time counts. Contenders alternate.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from harness import alternate, paired_ratio, parse_arguments, report, say, summarize
+
+QUESTION = "What is this text about?"
+GOALS = {"device": 1 / 8, "host": 1 / 7, "restart": 1 / 6, "overhead": 1.05}
+
+RESTART = """
+import json, sys
+from engine import LLM, SamplingParams
+text, question, directory, model, dtype = json.loads(sys.argv[1])
+with LLM(model, dtype=dtype, disk_cache=directory, load_policy="always", max_model_len=4096) as llm:
+    document = llm.document(text, prefill=False)
+    answer = document.ask(question, SamplingParams(temperature=0.0, max_tokens=1))
+print(json.dumps([answer.metrics.ttft_s, answer.metrics.cached_tokens, answer.outputs[0].token_ids]))
+"""
+
+
+def document_text(num_words: int) -> str:
+    """The beginning of the long example text."""
+    path = Path(__file__).parents[1] / "examples" / "long.txt"
+    return " ".join(path.read_text(encoding="utf-8").split(" ")[:num_words])
+
+
+def main() -> None:
+    arguments = parse_arguments(
+        __doc__,
+        ("--runs", 7),
+        ("--restarts", 5),
+        ("--words", 2150),
+        ("--model", "demo"),
+        ("--dtype", "bfloat16"),
+    )
+    from engine import LLM, SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=1)
+    text, other = document_text(arguments.words), document_text(arguments.words)[::-1]
+    settings = {"dtype": arguments.dtype, "load_policy": "always", "max_model_len": 4096}
+    with tempfile.TemporaryDirectory() as directory:
+        cache = str(Path(directory) / "cache")
+        off = LLM(arguments.model, enable_prefix_caching=False, **settings)
+        cached = LLM(arguments.model, disk_cache=cache, **settings)
+        # Room for one document on the device: another one pushes it into host memory.
+        hosted = LLM(arguments.model, device_cache="94MiB", host_cache="512MiB", **settings)
+        plain = off.document(text, prefill=False)
+        kept = cached.document(text)
+        cached.flush()
+        moved, pushing = hosted.document(text), hosted.document(other[: len(text) // 3])
+        answer = plain.ask(QUESTION, params)
+        expected, num_tokens = answer.outputs[0].token_ids, len(answer.prompt_token_ids)
+        say(f"{num_tokens} prompt tokens")
+        salts = iter(range(1_000_000))
+
+        def ttft(document, tier=None):
+            output = document.ask(QUESTION, params)
+            found = {name for name, count in output.metrics.cached_tokens.items() if count}
+            assert found == ({tier} if tier else set()), f"served from {found}, not {tier}"
+            assert output.outputs[0].token_ids == expected, "the answer changed"
+            return output.metrics.ttft_s
+
+        def cold():
+            return ttft(cached.document(text, prefill=False, cache_salt=f"run {next(salts)}"))
+
+        def device():
+            kept.ask(QUESTION, params)
+            return ttft(kept, "device")
+
+        def host():
+            pushing.ask(QUESTION, params)
+            return ttft(moved, "host")
+
+        def disk():
+            cached.reset_prefix_cache("device")
+            return ttft(kept, "disk")
+
+        samples = alternate(
+            {
+                "off": lambda: ttft(plain),
+                "cold": cold,
+                "device": device,
+                "host": host,
+                "disk": disk,
+            },
+            arguments.runs,
+        )
+        cached.close()
+        child = json.dumps([text, QUESTION, cache, arguments.model, arguments.dtype])
+        restarts, colds = [], []
+        for _ in range(arguments.restarts):
+            run = subprocess.run(
+                [sys.executable, "-c", RESTART, child], capture_output=True, text=True, check=True
+            )
+            seconds, found, token_ids = json.loads(run.stdout)
+            assert found["disk"] > 0.9 * num_tokens, f"served from {found}"
+            assert token_ids == expected, "the answer changed after a restart"
+            restarts.append(seconds)
+            colds.append(ttft(plain))
+        off.close()
+        hosted.close()
+    ratios = {
+        "device": paired_ratio(samples["device"], samples["cold"]),
+        "host": paired_ratio(samples["host"], samples["cold"]),
+        "disk": paired_ratio(samples["disk"], samples["cold"]),
+        "restart": paired_ratio(restarts, colds),
+        "overhead": paired_ratio(samples["cold"], samples["off"]),
+    }
+    records = [
+        {"case": name, "prompt_tokens": num_tokens, "ttft_s": summarize(times)["median"]}
+        | summarize(times)
+        | ({"of_cold": ratios[name]} if name in ratios else {})
+        | ({"goal": GOALS[name]} if name in GOALS else {})
+        for name, times in [*samples.items(), ("restart", restarts)]
+    ]
+    records.append(
+        {"case": "cold over off", "ratio": ratios["overhead"], "goal": GOALS["overhead"]}
+    )
+    report("ttft", records, arguments)
+
+
+if __name__ == "__main__":
+    main()
