@@ -84,7 +84,9 @@ class Sequence:
         return SampleRequest(self.params, self.generator, self.token_ids)
 
     def append(self, token: SampledToken) -> None:
-        """Take a sampled token and decide whether it was the last."""
+        """Take a sampled token and decide whether it was the last.
+
+        A token that ends the answer is one of its tokens and has no part in its text."""
         self.token_ids.append(token.token_id)
         self.token_bytes += token.token_id.to_bytes(4, "little")
         if self.params.logprobs is not None:
@@ -92,7 +94,7 @@ class Sequence:
         is_eos = token.token_id in self.eos_token_ids and not self.params.ignore_eos
         is_stop = token.token_id in (self.params.stop_token_ids or ())
         stop_string = None
-        if self.detokenizer is not None and not is_eos:
+        if self.detokenizer is not None and not (is_eos or is_stop):
             stop_string = self.detokenizer.append(token.token_id)
         if is_eos or is_stop or stop_string is not None:
             self.finish_reason = "stop"
