@@ -135,7 +135,7 @@ def _twin_prefill(
     out: torch.Tensor,
 ) -> torch.Tensor:
     """The twin, where the launcher would run the kernel."""
-    options = (scale, window, softcap, sinks, out)
+    options = (scale, window, softcap, sinks, None, out)
     return reference.attend(q, k_pool, v_pool, block_tables, cu_seqlens_q, seq_lens, *options)
 
 

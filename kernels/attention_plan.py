@@ -92,15 +92,20 @@ def plan_attention(
     num_new_each: int,
     block_size: int,
     window: int | None,
+    *,
+    may_batch: bool = True,
 ) -> Plan:
     """The plan of this metadata, from the previous call when the metadata is equal.
 
-    ``cu_seqlens_q`` None means ``num_new_each`` query tokens per sequence. Equal by content, not by
-    identity: a caller may rewrite the same tensors every step (through numpy even, where no version
-    counter moves), and a stale plan would be a wrong answer. Comparing takes a few microseconds.
+    ``cu_seqlens_q`` None means ``num_new_each`` query tokens per sequence. Without ``may_batch``
+    every sequence is a product of its own shape, whatever stands beside it.
+
+    Equal by content, not by identity: a caller may rewrite the same tensors every step (through
+    numpy even, where no version counter moves), and a stale plan would be a wrong answer. Comparing
+    takes a few microseconds.
     Raises ValueError when a sequence has more new tokens than tokens.
     """
-    kind = (block_size, window, num_new_each if cu_seqlens_q is None else None)
+    kind = (block_size, window, num_new_each if cu_seqlens_q is None else None, may_batch)
     metadata = (block_tables, cu_seqlens_q, seq_lens)
     kept = _kept.by_kind.get(kind)
     if kept is not None and all(map(_same, kept[0], metadata)):
@@ -110,7 +115,7 @@ def plan_attention(
         firsts = [seq * num_new_each for seq in range(len(lengths) + 1)]
     else:
         firsts = cu_seqlens_q.tolist()
-    plan = _make_plan(block_tables, firsts, lengths, block_size, window)
+    plan = _make_plan(block_tables, firsts, lengths, block_size, window, may_batch)
     if len(_kept.by_kind) >= MAX_PLANS:
         _kept.by_kind.clear()
     _kept.by_kind[kind] = (tuple(None if t is None else t.clone() for t in metadata), plan)
@@ -140,6 +145,7 @@ def _make_plan(
     lengths: list[int],
     block_size: int,
     window: int | None,
+    may_batch: bool,
 ) -> Plan:
     device, tables = block_tables.device, block_tables.to("cpu").long()
     chunks: list[Chunk] = []
@@ -167,10 +173,11 @@ def _make_plan(
             blocks = _make_blocks(tables[seq, begin:end], device)
             chunks.append(Chunk(first, last, origin, seq_len - origin, blocks))
     singles.sort(key=lambda single: single.num_blocks)
-    groups = [
-        _make_group(members, tables, block_size, window, device)
-        for members in _group_by_length(singles, block_size)
-    ]
+    if may_batch:
+        batches = _group_by_length(singles, block_size)
+    else:
+        batches = [[single] for single in singles]
+    groups = [_make_group(members, tables, block_size, window, device) for members in batches]
     rows = torch.tensor(zero_rows, device=device) if zero_rows else None
     return Plan(tuple(chunks), tuple(groups), rows)
 

@@ -59,7 +59,7 @@ def paged_decode(
         scale = q.shape[-1] ** -0.5
     operands = (q, k_pool, v_pool, block_tables, None, seq_lens)
     if not checks.runs_triton(q):
-        return reference.attend(*operands, scale, window, softcap, sinks, out)
+        return reference.attend(*operands, scale, window, softcap, sinks, split_len, out)
     from kernels import attention_launch
 
     checks.check_triton_attention(q, k_pool, v_pool, out)

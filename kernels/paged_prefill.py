@@ -44,7 +44,8 @@ def paged_prefill(
     out           like q, caller-owned; allocated when None. Rows no sequence owns are undefined
     split_len     positions that one program walks before another takes over, so that the order of
                   additions does not depend on what else is in the batch (deterministic mode); None
-                  for as many as keep the device busy. The twin never splits
+                  for as many as keep the device busy. The twin never splits; given a length, it
+                  does not batch short sequences either
 
     Returns ``out``. On CUDA enqueued on the current stream, no synchronisation; on the CPU the twin
     runs. Memory traffic: each sequence's keys and values once per 128 rows of packed queries, q
@@ -68,7 +69,7 @@ def paged_prefill(
         scale = q.shape[-1] ** -0.5
     operands = (q, k_pool, v_pool, block_tables, cu_seqlens_q, seq_lens)
     if not checks.runs_triton(q):
-        return reference.attend(*operands, scale, window, softcap, sinks, out)
+        return reference.attend(*operands, scale, window, softcap, sinks, split_len, out)
     from kernels import attention_launch
 
     checks.check_triton_attention(q, k_pool, v_pool, out)

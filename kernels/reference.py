@@ -65,13 +65,23 @@ def attend(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
+    split_len: int | None,
     out: Tensor,
 ) -> Tensor:
     """Twin of the Triton attention kernel: arguments as in ``kernels.paged_prefill``, or as in
-    ``kernels.paged_decode`` when ``cu_seqlens_q`` is None."""
-    num_new_each = q.shape[0] // max(1, len(seq_lens))
-    block_size = k_pool.shape[1]
-    plan = plan_attention(block_tables, cu_seqlens_q, seq_lens, num_new_each, block_size, window)
+    ``kernels.paged_decode`` when ``cu_seqlens_q`` is None.
+
+    Keys are never split. With ``split_len`` sequences are not batched either, for the reason that
+    it exists: bits that do not depend on what else is in the batch."""
+    plan = plan_attention(
+        block_tables,
+        cu_seqlens_q,
+        seq_lens,
+        q.shape[0] // max(1, len(seq_lens)),
+        k_pool.shape[1],
+        window,
+        may_batch=split_len is None,
+    )
     _Attention(q, k_pool, v_pool, scale, window, softcap, sinks, out).run(plan)
     return out
 

@@ -15,9 +15,20 @@ def prefill(case: Case) -> torch.Tensor:
     return paged_prefill(case.q, case.k_pool, case.v_pool, *metadata, **case.options)
 
 
-def decode(case: Case) -> torch.Tensor:
+def decode(case: Case, split_len: int | None = None) -> torch.Tensor:
     metadata = (case.block_tables, case.seq_lens)
-    return paged_decode(case.q, case.k_pool, case.v_pool, *metadata, **case.options)
+    options = case.options | {"split_len": split_len}
+    return paged_decode(case.q, case.k_pool, case.v_pool, *metadata, **options)
+
+
+def put_first(case: Case, other: Case) -> None:
+    """Give the first sequence of ``case`` the query, keys and values of the first of ``other``."""
+    count = -(-int(case.seq_lens[0]) // case.k_pool.shape[1])
+    ids, other_ids = (each.block_tables[0, :count].long() for each in (case, other))
+    case.k_pool[ids] = other.k_pool[other_ids]
+    case.v_pool[ids] = other.v_pool[other_ids]
+    num_new = int(case.cu_seqlens_q[1])
+    case.q[:num_new] = other.q[:num_new]
 
 
 def assert_answers(case: Case, got: torch.Tensor) -> None:
@@ -71,3 +82,27 @@ def test_more_new_tokens_than_the_sequence_has_is_refused():
     case.seq_lens[0] = 4
     with pytest.raises(ValueError, match="seq_lens: expected at least the 5 new tokens"):
         prefill(case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"window": 50, "with_sinks": True, "softcap": 20.0}])
+def test_with_a_split_length_a_decoded_row_has_the_same_bits_in_every_batch(dtype, options):
+    """Padded to the length of its neighbours, a row's sums would be taken in another order."""
+    alone = make_case([(70, 1)], dtype=dtype, heads_per_kv=3, **options)
+    beside = make_case([(70, 1), (75, 1), (90, 1)], dtype=dtype, heads_per_kv=3, seed=1, **options)
+    if alone.sinks is not None:
+        beside.sinks.copy_(alone.sinks)
+    put_first(beside, alone)
+    assert torch.equal(decode(alone, split_len=512)[0], decode(beside, split_len=512)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_new", [1, 40])
+def test_where_blocks_lie_in_the_pool_changes_no_bit(dtype, num_new):
+    """Adjacent blocks are copied as one run, scattered ones are picked one by one."""
+    cases = [
+        make_case([(400, num_new)], dtype=dtype, adjacent=adjacent) for adjacent in (True, False)
+    ]
+    put_first(cases[1], cases[0])
+    first, second = (prefill(case) for case in cases)
+    assert torch.equal(first, second)
