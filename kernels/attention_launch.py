@@ -136,7 +136,6 @@ def attention_launches(
             "TMA": config.tma,
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,
-            "enable_fp_fusion": True,
         },
     )
     if not is_split:
@@ -156,7 +155,6 @@ def attention_launches(
             "SPLITS": triton.next_power_of_2(num_splits),
             "HAS_SINKS": sinks is not None,
             "num_warps": 2,
-            "enable_fp_fusion": True,
         },
     )
     return [attention, reduction]

@@ -33,7 +33,7 @@ def interpreting() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def interpreter():
     """The launchers run their Triton kernels, interpreted."""
     with interpreting():

@@ -5,14 +5,12 @@ Programs run in several orders, for a GPU promises none.
 """
 
 import os
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
 from attention_oracle import Case, attention_cases, expected_attention, make_case, tolerance
 from hypothesis import given, settings
+from program_order import ORDERS, program_order
 
 from kernels.paged_decode import paged_decode
 from kernels.paged_prefill import paged_prefill
@@ -20,35 +18,6 @@ from kernels.paged_prefill import paged_prefill
 pytestmark = pytest.mark.usefixtures("interpreter")
 
 EXAMPLES = int(os.environ.get("KERNEL_EXAMPLES", "60"))
-ORDERS = ("forward", "reverse", "shuffled")
-
-
-@contextmanager
-def program_order(order: str, seed: int = 0) -> Iterator[None]:
-    """Run the programs of each grid in another order than the interpreter's."""
-    from triton.runtime.interpreter import interpreter_builder as builder
-
-    original = builder.set_grid_idx
-    orders: dict[tuple[int, ...], list[int]] = {}
-
-    def set_grid_idx(x: int, y: int, z: int) -> None:
-        grid = tuple(builder.grid_dim)
-        size = grid[0] * grid[1] * grid[2]
-        if grid not in orders:
-            orders[grid] = list(range(size))
-            if order == "reverse":
-                orders[grid].reverse()
-            elif order == "shuffled":
-                random.Random(seed).shuffle(orders[grid])
-        program = orders[grid][(x * grid[1] + y) * grid[2] + z]
-        x, rest = divmod(program, grid[1] * grid[2])
-        original(x, *divmod(rest, grid[2]))
-
-    builder.set_grid_idx = set_grid_idx
-    try:
-        yield
-    finally:
-        del builder.set_grid_idx
 
 
 def prefill(case: Case, **kwargs: object) -> torch.Tensor:
