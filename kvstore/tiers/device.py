@@ -160,10 +160,11 @@ class CudaCopier:
         )
 
     def close(self) -> None:
-        self._in.close()
-        self._out.close()
-        for host in self._hosts.values():
-            host.lock.close()
+        for lane in (self._in, self._out):
+            lane.close()
+        for memory in (self._in.ring, self._out.ring, *self._hosts.values()):
+            if memory is not None:
+                memory.close()
 
     def _host(self, rows: Rows) -> "_Host":
         return self._hosts[rows.ctypes.data]  # a KeyError: the rows were never adopted
@@ -238,3 +239,6 @@ class _Host:
 
     lock: PageLock
     rows: _Views
+
+    def close(self) -> None:
+        self.lock.close()

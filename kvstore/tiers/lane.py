@@ -77,8 +77,6 @@ class Lane:
         self._thread.shutdown(wait=True)
         with contextlib.suppress(RuntimeError):  # a broken device copies no more
             self._runtime.synchronize(self.stream)
-        if self.ring is not None:
-            self.ring.close()
 
     def _submit(self, send: Callable[[], None], fence: Fence) -> Event:
         try:

@@ -23,7 +23,7 @@ class PageLock:
     problem  why part of the rows, from a piece on, is not page-locked; empty when all is
     """
 
-    def __init__(self, rows: Rows, runtime: CudaRuntime, *, piece_bytes: int = PIECE_BYTES) -> None:
+    def __init__(self, rows: Rows, runtime: CudaRuntime, *, piece_bytes: int | None = None) -> None:
         self._runtime = runtime
         self._rows = rows  # alive, and so mapped, for as long as it is registered
         self._addresses: list[int] = []
@@ -31,7 +31,7 @@ class PageLock:
         self.problem = ""
         block_bytes = rows.shape[1]
         unit = math.lcm(block_bytes, mmap.PAGESIZE)
-        piece_bytes = max(unit, piece_bytes // unit * unit)
+        piece_bytes = max(unit, (piece_bytes or PIECE_BYTES) // unit * unit)
         self.rows_per_piece = piece_bytes // block_bytes
         for start in range(0, rows.nbytes, piece_bytes):
             address, num_bytes = rows.ctypes.data + start, min(piece_bytes, rows.nbytes - start)
