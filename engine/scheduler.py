@@ -152,14 +152,15 @@ class Scheduler:
         return True
 
     def _collect_promoted(self) -> None:
-        """Start the sequences whose blocks have arrived; those whose load failed reserve again."""
+        """Start the sequences whose blocks have arrived; those whose load failed, or only tried how
+        fast a tier is, reserve again."""
         for sequence in list(self.promoting):
             assert sequence.lease is not None
             if not sequence.lease.is_ready:
                 continue
             self.promoting.remove(sequence)
             self._end_promoting(sequence, SequenceState.WAITING)
-            if sequence.lease.failed_keys:
+            if sequence.lease.is_provisional:
                 self._let_go(sequence, keep_lookup=True)
                 self.waiting.insert(0, sequence)
             else:

@@ -21,7 +21,6 @@ Pure arithmetic of one thread: knows no tier, no torch and no request.
 import math
 import random
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -64,7 +63,7 @@ _GUESSES = {
 class LoadReason(StrEnum):
     """Why a prefix was cut where it was."""
 
-    RESIDENT = "resident"  # all of it is on the device
+    NOTHING_TO_LOAD = "nothing_to_load"  # all that was found is on the device
     ALWAYS = "always"  # load_policy
     NEVER = "never"  # load_policy
     UNFITTED = "unfitted"  # loads: nothing is known yet of steps of this size
@@ -177,7 +176,6 @@ class CostModel:
         self._steps: dict[tuple[int, int], _StepMean] = {}
         self._largest_step = 0.0  # tokens
         self._largest_context = 0.0  # positions before a token
-        self.decisions: Counter[str] = Counter()  # by reason
 
     # ---- what was measured ---------------------------------------------------------------------
 
@@ -323,22 +321,10 @@ class CostModel:
         ``queued_bytes`` are waited for before a load from their tier begins. A request that has
         followed a ``PROBE`` asks again, without ``may_probe``.
         """
-        decision = self._choose(sources, block_tokens, block_bytes, queued_bytes or {}, may_probe)
-        self.decisions[decision.reason] += 1
-        return decision
-
-    def _choose(
-        self,
-        sources: Sequence[TierName],
-        block_tokens: int,
-        block_bytes: int,
-        queued_bytes: Mapping[TierName, int],
-        may_probe: bool,
-    ) -> LoadDecision:
         num_blocks = len(sources)
         runs = [(tier, len(list(run))) for tier, run in groupby(sources)]
         if all(tier is TierName.DEVICE for tier, _ in runs):
-            return LoadDecision(num_blocks, num_blocks, LoadReason.RESIDENT)
+            return LoadDecision(num_blocks, num_blocks, LoadReason.NOTHING_TO_LOAD)
         if self.policy == "never":
             return LoadDecision(0, num_blocks, LoadReason.NEVER)
 
@@ -347,7 +333,7 @@ class CostModel:
         for tier in {tier for tier, _ in runs} - {TierName.DEVICE}:
             load = self.load_estimate(tier)
             block_s[tier] = block_bytes / load.bytes_per_s
-            first_s[tier] = load.seconds(queued_bytes.get(tier, 0))
+            first_s[tier] = load.seconds((queued_bytes or {}).get(tier, 0))
         borders, loads = [0], [0.0]
         waited = dict(first_s)
         for tier, count in runs:

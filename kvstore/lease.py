@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from kvstore.block import BlockRef, TierName
+from kvstore.cost import LoadDecision
 
 
 class LookupState(Enum):
@@ -23,6 +24,8 @@ class Lookup:
     given_up       keys whose load failed for this request: never tried again
     sources        tier that held each block of the prefix when the request was matched or probed
     is_counted     whether its hits are part of the store's statistics
+    decision       how much of the prefix is loaded and how much computed, once that is known
+    has_probed     whether a slow tier was tried for this request
     """
 
     keys: Sequence[bytes]
@@ -34,6 +37,8 @@ class Lookup:
     on_disk: set[bytes] = field(default_factory=set)
     given_up: set[bytes] = field(default_factory=set)
     sources: list[TierName] = field(default_factory=list)
+    decision: LoadDecision | None = None
+    has_probed: bool = False
 
     @property
     def is_ready(self) -> bool:
@@ -54,7 +59,8 @@ class Lease:
     keys           of the blocks in ``slots`` and, while known, of the prompt's blocks after them
     num_cached     blocks at the front that were found and not computed
     num_loading    of those, blocks whose bytes are still on their way
-    failed_keys    blocks whose load failed: release the lease and reserve again
+    failed_keys    blocks whose load failed
+    is_probe       loads a few blocks to see how fast their tier is
     """
 
     lookup: Lookup
@@ -63,6 +69,12 @@ class Lease:
     num_cached: int
     num_loading: int = 0
     failed_keys: list[bytes] = field(default_factory=list)
+    is_probe: bool = False
+
+    @property
+    def is_provisional(self) -> bool:
+        """Ready, but not what the request needs: release it and reserve again."""
+        return self.is_probe or bool(self.failed_keys)
 
     @property
     def is_ready(self) -> bool:

@@ -34,6 +34,7 @@ class StoreStats:
     failed_loads         by reason; each shortened a request's match
     merged_blocks        computed twice, one copy kept
     unreachable_blocks   held in memory while an ancestor is in no tier
+    load_decisions       reservations by what was decided about loading (``cost.LoadReason``)
     """
 
     tiers: Mapping[str, TierStats]
@@ -46,3 +47,4 @@ class StoreStats:
     oldest_dirty_age_s: float
     written: WriteCounters
     pending_transfers: int
+    load_decisions: Mapping[str, int]

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from kvstore.block import BlockLayout, BlockRef, TierName
 from kvstore.check import check
 from kvstore.config import StoreConfig
+from kvstore.cost import CostModel, LoadReason
 from kvstore.disk import DiskEntry
 from kvstore.errors import KVStoreError, OutOfBlocksError, StoreClosedError
 from kvstore.eviction import Evictor
@@ -49,6 +50,7 @@ class BlockStore:
     host_blocks   capacity of the host tier, 0 for none
     disk          the disk tier, None for none; the store closes it
     disk_off      why there is no disk tier although one was asked for
+    cost          decides what is loaded and what is computed; by default by ``config.load_policy``
     on_event      called from the transfer thread when ``poll()`` has something to do
     """
 
@@ -63,12 +65,14 @@ class BlockStore:
         disk: DiskTier | None = None,
         disk_off: str = "",
         config: StoreConfig | None = None,
+        cost: CostModel | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_event: Callable[[], None] | None = None,
     ) -> None:
         self.layout = layout
         self.namespace = namespace
         self.config = config or StoreConfig()
+        self.cost = cost or CostModel(self.config.load_policy, clock=clock)
         self.device = device
         self.host = HostPool(host_blocks, layout.block_bytes) if host_blocks else None
         self.index = BlockIndex()
@@ -95,6 +99,7 @@ class BlockStore:
             block_bytes=layout.block_bytes,
             write_bytes_per_s=self.config.write_bytes_per_s,
             on_completion=self._notify,
+            clock=clock,
         )
         self._write_behind = WriteBehind(
             self.index,
@@ -120,6 +125,7 @@ class BlockStore:
         self._hits: Counter[str] = Counter()
         self._promoted: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
+        self._decided: Counter[str] = Counter()
 
     # ---- the life of a request -----------------------------------------------------------------
 
@@ -185,8 +191,11 @@ class BlockStore:
         self.leases.add(lease)
         self._fill(lease, slots, fresh)
         lease.block_ids += fresh
+        assert lookup.decision is not None
+        self._decided[lookup.decision.reason] += 1
         if lease.num_loading:
             self._promoting.add(lease)
+            lease.is_probe = lookup.decision.reason is LoadReason.PROBE
         return lease
 
     def num_reusable_blocks(self, lookup: Lookup) -> int:
@@ -227,6 +236,8 @@ class BlockStore:
             self.device.free(block_id)
         self._touch_disk(lease.slots)
         lease.block_ids, lease.slots = [], []
+        if lease.is_probe:
+            lease.lookup.decision, lease.lookup.has_probed = None, True
 
     # ---- what runs beside requests -------------------------------------------------------------
 
@@ -354,6 +365,7 @@ class BlockStore:
             oldest_dirty_age_s=self._write_behind.oldest_age_s(),
             written=self._write_behind.counters,
             pending_transfers=self._transfer.num_pending,
+            load_decisions=dict(self._decided),
         )
 
     # ---- matching ------------------------------------------------------------------------------
@@ -392,26 +404,51 @@ class BlockStore:
 
     def _walk(self, lookup: Lookup) -> list[int]:
         """Slots of the blocks that can be reused now, NONE for one that only disk holds."""
-        index, slots = self.index, []
-        may_load = self.config.load_policy != "never"
+        self._note_sources(lookup)
+        index, slots, cut = self.index, [], self._cut(lookup)
         for position, key in enumerate(lookup.keys):
             slot = index.slots.get(key, NONE)
             if slot != NONE and index.tokens[slot] != lookup.runs[position]:
                 break
             if slot != NONE and index.device[slot] != NONE:
                 if index.loading[slot] == _FAILED or (
-                    index.loading[slot] == _LOADING and key in lookup.given_up
+                    index.loading[slot] == _LOADING and (position >= cut or key in lookup.given_up)
                 ):
                     break
             elif (
-                not may_load
+                position >= cut
                 or key in lookup.given_up
                 or (slot == NONE and key not in lookup.on_disk)
             ):
                 break
             slots.append(slot)
-        self._note_sources(lookup)
         return slots
+
+    def _cut(self, lookup: Lookup) -> int:
+        """Blocks at the front that may be loaded; after them only what the device holds is used.
+
+        Decided once for a lookup, and again when more is found or a probe has ended.
+        """
+        num_blocks = len(lookup.sources)
+        if lookup.decision is None or lookup.decision.num_blocks < num_blocks:
+            sources, queued = lookup.sources, {}
+            if sources.count(TierName.DEVICE) < num_blocks:
+                now = (self._source(lookup, position) for position in range(num_blocks))
+                sources = [source or TierName.DISK for source in now]
+                slots = (self.index.slots.get(key, NONE) for key in lookup.keys[:num_blocks])
+                ours = Counter(self._loading_from.get(slot) for slot in slots)
+                queued = {
+                    tier: self.cost.queued_bytes(tier) - ours[tier] * self.layout.block_bytes
+                    for tier in (TierName.HOST, TierName.DISK)
+                }
+            lookup.decision = self.cost.choose(
+                sources,
+                block_tokens=self.layout.block_size,
+                block_bytes=self.layout.block_bytes,
+                queued_bytes=queued,
+                may_probe=not lookup.has_probed,
+            )
+        return lookup.decision.cut_blocks
 
     def _check_promotion_share(self, num_blocks: int, moving: int) -> None:
         """Waiting requests hold at most half of the device, or one of them holds what it needs."""
@@ -478,21 +515,37 @@ class BlockStore:
             lease.slots.append(slot)
             lease.block_ids.append(index.device[slot])
         if from_host:
-            host_ids = [index.host[slot] for slot in from_host]
             self._transfer.promote(
-                host_ids,
+                [index.host[slot] for slot in from_host],
                 [index.device[slot] for slot in from_host],
-                lambda outcome: self._end_load(from_host, [outcome] * len(from_host)),
+                self._begin_load(TierName.HOST, from_host),
             )
         if from_disk:
             self._transfer.read(
                 [index.ref(slot) for slot in from_disk],
                 [index.device[slot] for slot in from_disk],
-                lambda outcome: self._end_load(
-                    from_disk,
-                    [outcome] * len(from_disk) if isinstance(outcome, KVStoreError) else outcome,
-                ),
+                self._begin_load(TierName.DISK, from_disk),
             )
+
+    def _begin_load(
+        self, tier: TierName, slots: list[int]
+    ) -> Callable[[list[KVStoreError | None] | KVStoreError | None], None]:
+        """Count a load as under way; the result is to be called with its outcome."""
+        num_bytes, began_at = len(slots) * self.layout.block_bytes, self._clock()
+        self.cost.begin_load(tier, num_bytes)
+
+        def done(outcome: list[KVStoreError | None] | KVStoreError | None) -> None:
+            outcomes = outcome if isinstance(outcome, list) else [outcome] * len(slots)
+            self.cost.end_load(
+                tier,
+                num_bytes,
+                began_at=began_at,
+                ended_at=self._transfer.finished_at,
+                is_good=None in outcomes,
+            )
+            self._end_load(slots, outcomes)
+
+        return done
 
     def _end_load(self, slots: list[int], outcomes: Sequence[KVStoreError | None]) -> None:
         index = self.index

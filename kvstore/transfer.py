@@ -11,6 +11,7 @@ costs the forward several times the copying, since its threads wait for the slow
 import asyncio
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -66,6 +67,7 @@ class TransferLoop:
         block_bytes: int,
         write_bytes_per_s: float,
         on_completion: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._device = device
         self._copier = copier
@@ -73,7 +75,9 @@ class TransferLoop:
         self._disk = disk
         self._staging = staging
         self._on_completion = on_completion
-        self._completions: deque[tuple[Done[Any], Any]] = deque()
+        self._clock = clock
+        self._completions: deque[tuple[Done[Any], Any, float]] = deque()
+        self.finished_at = 0.0  # clock time at which the job ended whose callback is applied
         self.is_model_busy = False  # set by the owner, read by the loop: writes take slices
         self._num_pending = 0
         self._num_promoting = 0  # loop thread: loads under way; cleaning yields to them
@@ -102,7 +106,7 @@ class TransferLoop:
         """Apply what has finished; returns how many jobs that were."""
         count = 0
         while self._completions:
-            done, outcome = self._completions.popleft()
+            done, outcome, self.finished_at = self._completions.popleft()
             self._num_pending -= 1
             count += 1
             done(outcome)
@@ -182,7 +186,7 @@ class TransferLoop:
             logger.exception("a transfer failed")
             outcome = TierBrokenError(f"a transfer failed: {error}", tier="transfer")
             outcome.__cause__ = error
-        self._completions.append((done, outcome))
+        self._completions.append((done, outcome, self._clock()))
         self._on_completion()
 
     async def _promote(self, host_ids: Sequence[int], block_ids: Sequence[int], fence: Any) -> None:
