@@ -1,32 +1,26 @@
 """The attention twin on this CPU, beside torch's SDPA as transformers calls it.
 
-    python benchmarks/bench_kernels.py [--json] [--dtype float32] [--repeats 7] [--model]
+    python benchmarks/bench_kernels.py [--json] [--dtype float32] [--runs 7] [--model 1]
 
 The shapes are those of the demo model (SmolLM2-135M: 9 heads, 3 KV heads, head_dim 64), one layer:
 a prompt of 3,000 tokens in chunks of 2,048 and 952, a question of 40 on a cached prefix of 3,000,
-decoding at 3,000 alone and for 16 sequences. With ``--model`` also whole forwards of a random model
-of that shape, which is the ratio that counts.
+decoding at 3,000 alone and for 16 sequences. With ``--model 1`` also whole forwards of a random
+model of that shape, which is the ratio that counts.
 
 Ours and theirs take turns, so that what else the machine does hits both; each answer is checked
 against float64 on sampled rows before anything is timed. The baseline repeats the KV heads as
 transformers does, because that is part of what a request pays there.
 """
 
-import argparse
-import json
+import copy
 import os
-import platform
-import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("GOMP_SPINCOUNT", "0")  # spinning barriers hurt beside any other thread
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import harness
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -50,30 +44,26 @@ def int32(values: Any) -> Tensor:
     return torch.as_tensor(values, dtype=torch.int32)
 
 
-def quantiles(seconds: list[float]) -> dict[str, float]:
-    ordered = sorted(seconds)
-    at = [ordered[min(len(ordered) - 1, int(part * len(ordered)))] for part in (0.9, 0.99)]
+def timed(run: Callable[[], Any]) -> Callable[[], float]:
+    def seconds() -> float:
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+
+    return seconds
+
+
+def compare(runs: int, ours: Callable[[], Any], theirs: Callable[[], Any]) -> dict[str, Any]:
+    samples = harness.alternate({"ours": timed(ours), "sdpa": timed(theirs)}, runs)
     return {
-        "median_ms": statistics.median(ordered) * 1e3,
-        "p90_ms": at[0] * 1e3,
-        "p99_ms": at[1] * 1e3,
-        "max_ms": ordered[-1] * 1e3,
+        "ratio": harness.paired_ratio(samples["ours"], samples["sdpa"]),
+        **{f"{name}_s": harness.summarize(values)["median"] for name, values in samples.items()},
+        **{f"{name}_p90_s": harness.summarize(values)["p90"] for name, values in samples.items()},
+        "runs": runs,
     }
 
 
-def interleave(repeats: int, ours: Callable[[], Any], theirs: Callable[[], Any]) -> dict[str, Any]:
-    times: tuple[list[float], list[float]] = ([], [])
-    for turn in range(repeats + 1):
-        for kept, run in zip(times, (ours, theirs), strict=True):
-            start = time.perf_counter()
-            run()
-            if turn:  # the first is the warm-up
-                kept.append(time.perf_counter() - start)
-    ratio = statistics.median(times[0]) / statistics.median(times[1])
-    return {"ours": quantiles(times[0]), "sdpa": quantiles(times[1]), "ratio": ratio}
-
-
-def bench_attention(name: str, dtype: torch.dtype, repeats: int) -> dict[str, Any]:
+def bench_attention(name: str, dtype: torch.dtype, runs: int) -> dict[str, Any]:
     num_seqs, prefix, num_new = CASES[name]
     length = prefix + num_new
     count = -(-length // BLOCK_SIZE)
@@ -81,8 +71,9 @@ def bench_attention(name: str, dtype: torch.dtype, repeats: int) -> dict[str, An
     pool = torch.randn(shape, dtype=dtype)
     k_pool, v_pool = pool[:, 1, 0], pool[:, 1, 1]
     # A pool in use for a while: runs of eight blocks, in no order.
-    runs = torch.arange(num_seqs * count).split(8)
-    tables = int32(torch.cat([runs[i] for i in torch.randperm(len(runs))]).view(num_seqs, count))
+    pieces = torch.arange(num_seqs * count).split(8)
+    order = torch.randperm(len(pieces)).tolist()
+    tables = int32(torch.cat([pieces[i] for i in order]).view(num_seqs, count))
     lens = int32([length] * num_seqs)
     cu = int32([i * num_new for i in range(num_seqs + 1)])
     q = torch.randn(num_seqs * num_new, NUM_HEADS, HEAD_DIM, dtype=dtype)
@@ -126,19 +117,19 @@ def bench_attention(name: str, dtype: torch.dtype, repeats: int) -> dict[str, An
     bound = 1e-5 if dtype == torch.float32 else 2e-2
     assert errors[0] < bound, f"{name}: error {errors[0]:.1e} exceeds {bound}"
     work = attention_work(num_seqs, num_new, prefix, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM)
-    row = interleave(repeats, ours, theirs)
-    gflops = work.flops / row["ours"]["median_ms"] / 1e6
+    row = compare(runs, ours, theirs)
     return {
         "case": name,
         "dtype": str(dtype).removeprefix("torch."),
+        **row,
+        # 4 operations per seen key, head and element of head_dim
+        "gflops_per_s": work.flops / row["ours_s"] / 1e9,
         "error_ours": errors[0],
         "error_sdpa": errors[1],
-        "gflops_per_s": gflops,  # 4 · seen keys · heads · head_dim operations
-        **row,
     }
 
 
-def bench_model(dtype: torch.dtype, repeats: int) -> list[dict[str, Any]]:
+def bench_model(dtype: torch.dtype, runs: int) -> list[dict[str, Any]]:
     """Whole forwards of a random model of the demo model's shape, ours paged and theirs SDPA."""
     from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaForCausalLM
 
@@ -183,7 +174,7 @@ def bench_model(dtype: torch.dtype, repeats: int) -> list[dict[str, Any]]:
     def theirs(first: int, last: int, cache: Any) -> Tensor:
         model.set_attn_implementation("sdpa")
         return model(
-            tokens[:, first:last], past_key_values=cache, use_cache=True, logits_to_keep=1
+            tokens[:, first:last], cache=cache, use_cache=True, logits_to_keep=1
         ).logits
 
     def chunked() -> Tensor:
@@ -195,57 +186,31 @@ def bench_model(dtype: torch.dtype, repeats: int) -> list[dict[str, Any]]:
     assert difference < (1e-3 if dtype == torch.float32 else 0.2), f"logits differ by {difference}"
     at = iter(range(3000, 3100))
     rows = {
-        "model prefill 3000": interleave(
-            repeats, chunked, lambda: theirs(0, 3000, DynamicCache(config=config))
+        "model prefill 3000": compare(
+            runs, chunked, lambda: theirs(0, 3000, DynamicCache(config=config))
         ),
-        "model decode at 3000": interleave(
-            max(repeats, 20), lambda: ours(3000, 3001), lambda: theirs(i := next(at), i + 1, cache)
+        "model decode at 3000": compare(
+            20, lambda: ours(3000, 3001), lambda: theirs(i := next(at), i + 1, cache)
         ),
-        "model question 40 on 3000": interleave(repeats, lambda: ours(3000, 3040), lambda: None),
+        "model question 40 on 3000": compare(
+            runs, lambda: ours(3000, 3040), lambda: theirs(3000, 3040, copy.deepcopy(cache))
+        ),
     }
-    del rows["model question 40 on 3000"]["sdpa"], rows["model question 40 on 3000"]["ratio"]
     dtype_name = str(dtype).removeprefix("torch.")
     return [{"case": name, "dtype": dtype_name, **row} for name, row in rows.items()]
 
 
-def environment() -> dict[str, Any]:
-    def git(*arguments: str) -> str:
-        root = Path(__file__).parent
-        done = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=root)
-        return done.stdout.strip()
-
-    return {
-        "commit": git("rev-parse", "--short", "HEAD"),
-        "cpu": platform.processor() or platform.machine(),
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "load": os.getloadavg()[0],
-        "seed": 0,
-    }
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--json", action="store_true", help="one object on stdout")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--model", action="store_true", help="whole forwards too (a minute)")
-    args = parser.parse_args()
+    arguments = harness.parse_arguments(
+        __doc__, ("--runs", 7), ("--dtype", "bfloat16"), ("--model", 0)
+    )
     torch.manual_seed(0)
-    dtype = getattr(torch, args.dtype)
+    dtype = getattr(torch, arguments.dtype)
     with torch.inference_mode():
-        rows = [bench_attention(name, dtype, args.repeats) for name in CASES]
-        if args.model:
-            rows += bench_model(dtype, args.repeats)
-    if args.json:
-        print(json.dumps({"environment": environment(), "rows": rows}, indent=1))
-        return
-    print(f"{'case':28} {'ours ms':>9} {'sdpa ms':>9} {'ratio':>6}  errors")
-    for row in rows:
-        theirs = f"{row['sdpa']['median_ms']:9.2f} {row['ratio']:6.2f}" if "sdpa" in row else ""
-        errors = f"{row['error_ours']:.1e} {row['error_sdpa']:.1e}" if "error_ours" in row else ""
-        print(f"{row['case']:28} {row['ours']['median_ms']:9.2f} {theirs:16}  {errors}")
+        records = [bench_attention(name, dtype, arguments.runs) for name in CASES]
+        if arguments.model:
+            records += bench_model(dtype, arguments.runs)
+    harness.report("kernels", records, arguments)
 
 
 if __name__ == "__main__":
