@@ -23,8 +23,10 @@ from engine.request import Request
 from engine.sampler import sample
 from engine.scheduler import ScheduledSequence, Scheduler
 from engine.sequence import Sequence
+from engine.step_meter import StepMeter
 from kvstore.errors import KVStoreError, StoreClosedError
 from kvstore.store import BlockStore
+from kvstore.tiers.host import HostPool
 
 logger = logging.getLogger(__name__)
 
@@ -153,6 +155,10 @@ class EngineCore:
                 use_cache=self._limits.use_cache,
                 clock=self._clock,
             )
+            self.store.cost.chunk_tokens = self._limits.max_num_batched_tokens
+            self._meter = StepMeter(
+                self.store.cost, is_device_awaited=isinstance(self.store.device, HostPool)
+            )
         except BaseException as error:
             self._is_closed = True
             started.set_exception(error)
@@ -228,9 +234,10 @@ class EngineCore:
             for each in batch:
                 self._fail(each.sequence, error)
             return
+        began_at, now = now, self._clock()
+        self._meter.add(steps, began_at, now, has_sampled=bool(sampling))
         for each in batch:
             self.scheduler.commit(each)
-        now = self._clock()
         for sequence, token in zip(sampling, tokens, strict=True):
             if not sequence.times.first_token_at:
                 sequence.times.first_token_at = sequence.times.prefilled_at = now

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from kvstore.cost import LoadDecision
+
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
@@ -41,6 +43,8 @@ class RequestMetrics:
     computed_tokens  prompt tokens that the model computed
     cached_tokens    prompt tokens that were found, by the fastest tier that held them; together
                      with computed_tokens they add up to the prompt
+    load_decision    how much of what slower tiers hold was loaded, and the estimates behind it;
+                     None when the request ended before that was decided
     """
 
     ttft_s: float
@@ -51,6 +55,7 @@ class RequestMetrics:
     total_s: float
     computed_tokens: int
     cached_tokens: dict[str, int]
+    load_decision: LoadDecision | None = None
 
 
 @dataclass(frozen=True, slots=True)

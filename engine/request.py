@@ -50,4 +50,5 @@ class Request:
             total_s=max(0.0, end - arrival),
             computed_tokens=len(self.prompt_token_ids) - sum(cached.values()),
             cached_tokens=cached,
+            load_decision=first.load_decision,
         )

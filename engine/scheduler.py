@@ -119,7 +119,12 @@ class Scheduler:
         if sequence.lookup is None:
             tokens = bytes(sequence.token_bytes) if self._use_cache else b""
             reusable = len(sequence.token_ids) - (0 if sequence.prefill_only else 1)
-            sequence.lookup = self._store.lookup(tokens, sequence.salt, num_reusable=reusable)
+            sequence.lookup = self._store.lookup(
+                tokens,
+                sequence.salt,
+                num_reusable=reusable,
+                peek=sequence.cached_tokens is not None,  # preempted: its hits were counted
+            )
             if sequence.lookup.state is LookupState.PROBING:
                 self._begin_promoting(sequence, SequenceState.PROBING)
         if sequence.lookup.state is LookupState.PROBING:
@@ -176,6 +181,7 @@ class Scheduler:
             sources = Counter(lookup.sources[: lease.num_cached])
             size = self._store.layout.block_size
             sequence.cached_tokens = {tier: size * count for tier, count in sources.items()}
+            sequence.load_decision = lookup.decision
         sequence.state = SequenceState.RUNNING
         sequence.times.running_at = sequence.times.running_at or self._clock()
         self.running.append(sequence)

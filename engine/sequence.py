@@ -10,6 +10,7 @@ from engine.outputs import CompletionOutput, Logprob
 from engine.sampler import SampledToken, SampleRequest
 from engine.sampling_params import SamplingParams
 from kvstore.block import TierName
+from kvstore.cost import LoadDecision
 from kvstore.hashing import encode_tokens
 from kvstore.lease import Lease, Lookup
 
@@ -44,6 +45,7 @@ class Sequence:
     num_computed   of them, those whose K and V lie in the lease's blocks
     lookup, lease  what it has of the store; None before, and again after a preemption
     cached_tokens  of the prompt, by tier, as first matched
+    load_decision  what of it was to be loaded, and why
     prefill_only   computes its tokens and samples none
     """
 
@@ -63,6 +65,7 @@ class Sequence:
     lease: Lease | None = None
     num_computed: int = 0
     cached_tokens: dict[TierName, int] | None = None
+    load_decision: LoadDecision | None = None
     times: SequenceTimes = field(default_factory=SequenceTimes)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
