@@ -3,6 +3,7 @@
 import asyncio
 import heapq
 import mmap
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from kvstore.errors import ConfigError
 from kvstore.tiers.base import CopierStats, Rows
-from kvstore.tiers.runs import Run, batches, find_runs, in_row_order
+from kvstore.tiers.runs import Ids, batches, find_runs, in_row_order
 
 
 class FreeIds:
@@ -78,11 +79,11 @@ class HostPool:
 
 
 class HostCopier:
-    """Copies between two pools in host memory, runs of adjacent blocks as one piece.
+    """Copies between two pools in host memory, runs of adjacent rows in one call.
 
-    ``numpy.copyto`` releases the interpreter lock, so a worker thread copies beside the model. Each
-    direction has one thread: a promotion, which a request waits for, never queues behind demotions,
-    and a second thread would not copy faster (one nearly fills the memory bus).
+    numpy releases the interpreter lock while it copies, so a worker thread copies beside the model.
+    Each direction has one thread: a promotion, which a request waits for, never queues behind
+    demotions.
     """
 
     def __init__(self, device: HostPool) -> None:
@@ -99,17 +100,17 @@ class HostCopier:
     async def copy_out(
         self, block_ids: Sequence[int], rows: Rows, row_ids: Sequence[int], fence: None = None
     ) -> None:
-        await self._copy(self._out, _copy_out, block_ids, rows, row_ids)
+        await self._copy(self._out, _collect, block_ids, rows, row_ids)
 
     async def copy_in(
         self, rows: Rows, row_ids: Sequence[int], block_ids: Sequence[int], fence: None = None
     ) -> None:
-        await self._copy(self._in, _copy_in, block_ids, rows, row_ids)
+        await self._copy(self._in, _spread, block_ids, rows, row_ids)
 
     def copy_within(self, src_ids: Sequence[int], dst_ids: Sequence[int]) -> None:
         rows = self._device.rows
-        for target, source, count in find_runs(*in_row_order(dst_ids, src_ids)):
-            np.copyto(rows[target : target + count], rows[source : source + count])
+        for target, source in zip(dst_ids, src_ids, strict=True):
+            np.copyto(rows[target], rows[source])
 
     def stats(self) -> CopierStats:
         return CopierStats()
@@ -121,24 +122,34 @@ class HostCopier:
     async def _copy(
         self,
         thread: ThreadPoolExecutor,
-        copy: Callable[[Rows, Rows, list[Run]], None],
+        copy: Callable[[Rows, Ids, Rows, Ids], None],
         block_ids: Sequence[int],
         rows: Rows,
         row_ids: Sequence[int],
     ) -> None:
-        """Batch by batch, so that a short copy does not wait for all of a long one."""
+        """In batches, so that a short copy takes turns with a long one; the thread has always the
+        next one at hand."""
         blocks, order = in_row_order(block_ids, row_ids)
         loop = asyncio.get_running_loop()
-        for batch in batches(len(blocks), self._device.block_bytes):
-            runs = find_runs(blocks[batch], order[batch])
-            await loop.run_in_executor(thread, copy, self._device.rows, rows, runs)
+        under_way: deque[asyncio.Future[None]] = deque()
+        try:
+            for batch in batches(len(blocks), self._device.block_bytes):
+                part = (self._device.rows, blocks[batch], rows, order[batch])
+                under_way.append(loop.run_in_executor(thread, copy, *part))
+                if len(under_way) == 2:
+                    await under_way.popleft()
+        finally:
+            await asyncio.gather(*under_way)
 
 
-def _copy_out(device: Rows, rows: Rows, runs: list[Run]) -> None:
-    for block, row, count in runs:
-        np.copyto(rows[row : row + count], device[block : block + count])
+def _collect(device: Rows, blocks: Ids, rows: Rows, row_ids: Ids) -> None:
+    """Blocks, wherever they are, into rows: one call for each stretch of adjacent rows."""
+    for place, row, count in find_runs(np.arange(len(blocks)), row_ids):
+        # "clip" is not needed for the ids, but with the default numpy would copy twice.
+        out = rows[row : row + count]
+        np.take(device, blocks[place : place + count], axis=0, out=out, mode="clip")
 
 
-def _copy_in(device: Rows, rows: Rows, runs: list[Run]) -> None:
-    for block, row, count in runs:
-        np.copyto(device[block : block + count], rows[row : row + count])
+def _spread(device: Rows, blocks: Ids, rows: Rows, row_ids: Ids) -> None:
+    for place, row, count in find_runs(np.arange(len(blocks)), row_ids):
+        device[blocks[place : place + count]] = rows[row : row + count]
