@@ -146,7 +146,10 @@ class Evictor:
         assert self._host is not None
         host, index = self._host, self._index
         slots.sort(key=index.used_at.__getitem__)
-        host_ids = host.allocate(len(slots))
+        # Side by side on the device, side by side in host memory: few, long copies, both ways.
+        by_place = sorted(slots, key=index.device.__getitem__)
+        host_id_of = dict(zip(by_place, host.allocate(len(slots)), strict=True))
+        host_ids = [host_id_of[slot] for slot in slots]
         self.host_ids_in_flight.update(host_ids)
         for slot in slots:
             index.transfers[slot] += 1
