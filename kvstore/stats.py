@@ -10,7 +10,8 @@ from kvstore.write_behind import WriteCounters
 class TierStats:
     """One tier. Byte and block counts are exact at the time of the snapshot.
 
-    state    "ok", "off", or what the disk tier says of itself ("read_only", "checking")
+    state    "ok", "off", "degraded" (host memory that is not page-locked: slower copies), or what
+             the disk tier says of itself ("read_only", "checking")
     reason   why the state is not "ok", empty otherwise
     hits     blocks that requests found here, the fastest tier that held them
     """

@@ -86,6 +86,7 @@ class BlockStore:
         if copier is None:
             assert isinstance(device, HostPool), "another device brings its own copier"
             copier = HostCopier(device)
+        self._copier = copier
         staging = None
         if disk is not None and not isinstance(device, HostPool):
             blocks = max(2, self.config.staging_bytes // layout.block_bytes)
@@ -344,9 +345,10 @@ class BlockStore:
         tiers = {}
         for name, pool in ((TierName.DEVICE, self.device), (TierName.HOST, self.host)):
             used = pool.capacity - pool.num_free if pool else 0
+            pageable = self._copier.stats().reason if name is TierName.HOST else ""
             tiers[name.value] = TierStats(
-                state="ok" if pool else "off",
-                reason="" if pool else f"{name}_cache is 0",
+                state=("degraded" if pageable else "ok") if pool else "off",
+                reason=pageable if pool else f"{name}_cache is 0",
                 capacity_bytes=pool.capacity * block_bytes if pool else 0,
                 used_bytes=used * block_bytes,
                 used_blocks=used,
