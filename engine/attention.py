@@ -4,23 +4,15 @@ Registered in transformers' ``AttentionInterface`` only. A mask function under t
 cost a host synchronisation per forward; without one the models build no mask at all.
 """
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from transformers import AttentionInterface
 
-from engine.forward_context import AttentionBackend, current_context
-from kernels import checks, reference
-from kernels.cache_write import write_kv
-from kernels.paged_decode import paged_decode
-from kernels.paged_prefill import paged_prefill
-from kvstore.errors import ConfigError
+from engine.forward_context import current_context
 
 PAGED = "kvstore_paged"
-
-BACKENDS = ("auto", "torch", "triton")
 
 # Keyword arguments that say nothing about which positions are attended to, or how.
 HARMLESS_ARGUMENTS = frozenset(
@@ -95,56 +87,3 @@ def _is_known(name: str, value: Any) -> bool:
     if name == "dropout":
         return bool(value == 0)
     return name == "is_causal" and value is True
-
-
-def attention_backend(name: str, device: torch.device, head_dim: int) -> AttentionBackend:
-    """The kernels for ``attention_backend=name``.
-
-    auto    the Triton kernels on CUDA, their torch twins elsewhere and for a head_dim that the
-            kernels do not offer
-    torch   the torch twins on any device
-    triton  the Triton kernels; without CUDA they need TRITON_INTERPRET=1
-    """
-    if name not in BACKENDS:
-        raise ConfigError(f"attention_backend: expected one of {', '.join(BACKENDS)}, got {name!r}")
-    launchers_run_triton = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
-    if name == "triton" and not launchers_run_triton:
-        raise ConfigError(
-            f"attention_backend: triton needs a CUDA device, not {device}; use auto or torch "
-            "(or set TRITON_INTERPRET=1 to interpret the kernels)"
-        )
-    has_kernel = head_dim % 16 == 0 and head_dim <= checks.MAX_TRITON_HEAD_DIM
-    if launchers_run_triton and (name == "torch" or (name == "auto" and not has_kernel)):
-        return AttentionBackend("torch", reference.write_kv, _twin_prefill, _twin_decode)
-    chosen = "triton" if launchers_run_triton else "torch"
-    return AttentionBackend(chosen, write_kv, paged_prefill, paged_decode)
-
-
-def _twin_prefill(
-    q: torch.Tensor,
-    k_pool: torch.Tensor,
-    v_pool: torch.Tensor,
-    block_tables: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    seq_lens: torch.Tensor,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    out: torch.Tensor,
-) -> torch.Tensor:
-    """The twin, where the launcher would run the kernel."""
-    options = (scale, window, softcap, sinks, None, out)
-    return reference.attend(q, k_pool, v_pool, block_tables, cu_seqlens_q, seq_lens, *options)
-
-
-def _twin_decode(
-    q: torch.Tensor,
-    k_pool: torch.Tensor,
-    v_pool: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    **options: Any,
-) -> torch.Tensor:
-    return _twin_prefill(q, k_pool, v_pool, block_tables, None, seq_lens, **options)

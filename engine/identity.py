@@ -1,8 +1,8 @@
 """What makes two models the same for the cache: KV blocks of one are right for the other.
 
-Everything that changes K or V, or how a block lays them out, is part of the identity; the device,
-the chunk size, thread counts and the path or name of the model are not. A changed model therefore
-can only miss.
+Everything that changes K or V beyond rounding, or how a block lays them out, is part of the
+identity; the path or name of the model is not, nor, but in deterministic mode, are the device, the
+chunk size and thread counts. A changed model therefore can only miss.
 """
 
 import inspect
@@ -36,18 +36,19 @@ def model_identity(
     *,
     windows: Iterable[int | None],
     frozen_rope: Mapping[str, Any],
-    deterministic: bool,
+    run: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The fields whose digest is the namespace of the model's blocks.
 
     ``model`` is a transformers model with its weights loaded; ``frozen_rope`` is what
-    ``engine.rope.freeze_rope`` returned.
+    ``engine.rope.freeze_rope`` returned; ``run`` is how the model is run where that matters, in
+    deterministic mode (``engine.determinism.run_identity``).
     """
     return {
         "architecture": type(model).__name__,
         "block_size": layout.block_size,
         "config": config_digest(model.config),
-        "deterministic": deterministic,
+        "deterministic": dict(run) if run is not None else False,
         "dtype": layout.dtype,
         "frozen_rope": dict(frozen_rope),
         "layout_version": LAYOUT_VERSION,

@@ -13,6 +13,8 @@ import transformers
 
 from engine import probe
 from engine.attention import PAGED
+from engine.attention_backends import find_backend
+from engine.determinism import FixedShapes, run_identity
 from engine.identity import model_identity
 from engine.model_source import ModelSource, resolve_model
 from engine.rope import freeze_rope
@@ -37,6 +39,7 @@ class LoadedModel:
     windows            for each model layer, the positions a query sees, itself included; None: all
     attention_modules  for each model layer, the module that calls attention
     identity           what the namespace of its blocks is the digest of (``engine.identity``)
+    fixed_shapes       in deterministic mode the shapes of all forwards, else None
     name               what the user called it
     max_model_len      most positions of one sequence
     vocab_size         columns of the logits
@@ -50,6 +53,7 @@ class LoadedModel:
     windows: tuple[int | None, ...]
     attention_modules: tuple[torch.nn.Module, ...]
     identity: dict[str, Any]
+    fixed_shapes: FixedShapes | None
     name: str
     max_model_len: int
     vocab_size: int
@@ -76,6 +80,7 @@ def load_model(
     tokenizer: str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    attention_backend: str = "auto",
     deterministic: bool = False,
     skip_tokenizer_init: bool = False,
 ) -> LoadedModel:
@@ -87,7 +92,8 @@ def load_model(
     max_model_len  default: what the model was trained for. Frequencies of position-dependent rope
                    are frozen for it, so there it is part of the identity
     tokenizer      directory or hub id, if it is not the model's own
-    deterministic  only marks the identity; the runner makes it true
+    attention_backend, deterministic
+                   with what the model will run; the probe runs with the same kernels
 
     Raises ``ConfigError`` for a wrong setting, for what is not there or not a causal language
     model, and for what the probe refuses.
@@ -107,6 +113,7 @@ def load_model(
             name=source.name,
             block_size=block_size,
             max_model_len=max_model_len,
+            attention_backend=attention_backend,
             deterministic=deterministic,
         )
 
@@ -118,6 +125,7 @@ def prepare_model(
     name: str,
     block_size: int = 16,
     max_model_len: int | None = None,
+    attention_backend: str = "auto",
     deterministic: bool = False,
 ) -> LoadedModel:
     """A transformers model that is in memory, made ready in place. Errors as ``load_model``."""
@@ -144,6 +152,10 @@ def prepare_model(
         head_dim=layers[0].head_dim,
         dtype=str(network.dtype).removeprefix("torch."),
     )
+    backend = find_backend(
+        attention_backend, network.device, layout, is_deterministic=deterministic
+    )
+    fixed_shapes = FixedShapes.of(network.device, block_size) if deterministic else None
     windows = tuple(layer.window for layer in layers)
     network.set_attn_implementation(PAGED)
     loaded = LoadedModel(
@@ -158,14 +170,15 @@ def prepare_model(
             layout,
             windows=windows,
             frozen_rope=frozen_rope,
-            deterministic=deterministic,
+            run=run_identity(fixed_shapes, network.device, backend.name) if fixed_shapes else None,
         ),
+        fixed_shapes=fixed_shapes,
         name=name,
         max_model_len=max_len,
         vocab_size=network.get_output_embeddings().weight.shape[0],
         eos_token_ids=_eos_token_ids(network, tokenizer),
     )
-    probe.probe_logits(loaded)
+    probe.probe_logits(loaded, attention_backend)
     return loaded
 
 

@@ -2,19 +2,21 @@
 
 All new tokens of all sequences form one row ``[1, num_tokens]``. Which token belongs to which
 sequence, and where its K and V lie, is known to the attention function alone; everything else in a
-transformer works token by token.
+transformer works token by token. In deterministic mode a step is several forwards, each of a fixed
+shape.
 
 Does not know requests, prefixes or sampling, and does not decide which blocks are used.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from engine.attention import attention_backend as find_attention_backend
+from engine.attention_backends import find_backend
+from engine.determinism import FixedShapes
 from engine.forward_context import ForwardContext, LayerCache, StepMetadata, forward_context
 
 if TYPE_CHECKING:
@@ -37,14 +39,19 @@ class SequenceStep:
     wants_logits: bool
 
 
+# A sequence of length 0: its token is computed and thrown away, its K and V are not stored.
+_PADDING = SequenceStep((0,), -1, (), False)
+
+
 class ModelRunner:
     """A model on its device pool. Not thread-safe; several runners may share one model.
 
     loaded             its attention must be set to ``engine.attention.PAGED``, as the loader does
     pool               [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], the
                        caller's, on the model's device and in its dtype
-    attention_backend  "auto", "torch" or "triton" (see ``engine.attention``)
+    attention_backend  as in ``engine.attention_backends``
     enforce_eager      has no effect yet: CUDA graphs are not captured
+    fixed_shapes       in deterministic mode the shapes of all forwards of ``execute``, else None
     """
 
     def __init__(
@@ -54,6 +61,7 @@ class ModelRunner:
         *,
         attention_backend: str = "auto",
         enforce_eager: bool = False,
+        fixed_shapes: FixedShapes | None = None,
     ) -> None:
         if tuple(pool.shape[1:]) != loaded.layout.shape or pool.dtype != loaded.dtype:
             raise ValueError(
@@ -64,6 +72,7 @@ class ModelRunner:
         self._pool = pool
         self._attention_backend = attention_backend
         self._enforce_eager = enforce_eager
+        self._fixed_shapes = fixed_shapes
         self._block_size = loaded.layout.block_size
         layers = {
             module: LayerCache(pool[:, layer, 0], pool[:, layer, 1], window)
@@ -71,7 +80,12 @@ class ModelRunner:
                 loaded.attention_modules, loaded.layer_order, loaded.windows, strict=True
             )
         }
-        backend = find_attention_backend(attention_backend, pool.device, loaded.layout.head_dim)
+        backend = find_backend(
+            attention_backend,
+            pool.device,
+            loaded.layout,
+            is_deterministic=fixed_shapes is not None,
+        )
         self._context = ForwardContext(layers, backend)
 
     def execute(self, steps: Sequence[SequenceStep]) -> torch.Tensor:
@@ -79,7 +93,14 @@ class ModelRunner:
 
         Returns float32 logits [number of steps that want them, vocab_size] in order, an inference
         tensor on the device. A block may be in several steps as long as only one writes to it.
+
+        With fixed shapes a step of more than one token begins at a multiple of ``chunk_tokens``,
+        has at most as many, and its block ids cover a whole chunk: what lies behind its tokens
+        there is overwritten.
         """
+        if self._fixed_shapes is not None:
+            with self._fixed_shapes.in_force():
+                return self._execute_apart(steps, self._fixed_shapes)
         last, num_tokens = [], 0
         for step in steps:
             num_tokens += len(step.token_ids)
@@ -93,23 +114,56 @@ class ModelRunner:
 
     def warm_up(self) -> None:
         """A prefill and a decode step on blocks of its own: compiles kernels, loads libraries."""
-        num_blocks = 4
+        num_blocks, longest = 4, 4 * self._block_size - 1
+        if self._fixed_shapes is not None:
+            longest = self._fixed_shapes.chunk_tokens
+            num_blocks = longest // self._block_size + 1
         pool = self._pool.new_zeros((num_blocks, *self._pool.shape[1:]))
         runner = ModelRunner(
             self._loaded,
             pool,
             attention_backend=self._attention_backend,
             enforce_eager=self._enforce_eager,
+            fixed_shapes=self._fixed_shapes,
         )
-        longest = num_blocks * self._block_size - 1
         num_tokens = min(longest, self._loaded.max_model_len - 1)
         table = range(num_blocks)
         runner.execute([SequenceStep([0] * num_tokens, 0, table, True)])
         logits = runner.execute([SequenceStep([0], num_tokens, table, True)])
         logits.argmax().item()  # waits for the device
 
-    def _forward(self, steps: Sequence[SequenceStep], keep: Sequence[int]) -> torch.Tensor:
-        token_ids, positions, kept, metadata = self._build(steps, keep)
+    def _execute_apart(self, steps: Sequence[SequenceStep], shapes: FixedShapes) -> torch.Tensor:
+        """Each chunk of several tokens by itself, single tokens ``decode_rows`` at a time."""
+        logits: dict[int, torch.Tensor] = {}
+        singles: list[int] = []
+        for index, step in enumerate(steps):
+            num_tokens = len(step.token_ids)
+            if num_tokens == 1:
+                singles.append(index)
+                continue
+            assert step.num_prefix % shapes.chunk_tokens == 0, "a chunk begins off the grid"
+            padding = (0,) * (shapes.chunk_tokens - num_tokens)
+            chunk = replace(step, token_ids=(*step.token_ids, *padding))
+            rows = self._forward([chunk], [num_tokens - 1] if step.wants_logits else [])
+            if step.wants_logits:
+                logits[index] = rows[0]
+        # The width of the table decides how a GPU adds up the parts of a sequence.
+        widest = -(-self._loaded.max_model_len // self._block_size)
+        for first in range(0, len(singles), shapes.decode_rows):
+            group = singles[first : first + shapes.decode_rows]
+            padding_rows = [_PADDING] * (shapes.decode_rows - len(group))
+            batch = [*(steps[index] for index in group), *padding_rows]
+            rows = self._forward(batch, range(shapes.decode_rows), table_width=widest)
+            logits.update((index, rows[i]) for i, index in enumerate(group))
+        wanted = [logits[index] for index, step in enumerate(steps) if step.wants_logits]
+        if not wanted:
+            return torch.empty(0, self._loaded.vocab_size, device=self._pool.device)
+        return torch.stack(wanted)
+
+    def _forward(
+        self, steps: Sequence[SequenceStep], keep: Sequence[int], table_width: int = 1
+    ) -> torch.Tensor:
+        token_ids, positions, kept, metadata = self._build(steps, keep, table_width)
         with torch.inference_mode(), forward_context(self._context, metadata):
             output = self._loaded.model(
                 input_ids=token_ids[None],
@@ -121,13 +175,14 @@ class ModelRunner:
         return logits
 
     def _build(
-        self, steps: Sequence[SequenceStep], keep: Sequence[int]
+        self, steps: Sequence[SequenceStep], keep: Sequence[int], table_width: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, StepMetadata]:
         """Tensors of a step, in two copies to the device.
 
             int64  slot_mapping [n] ‖ token_ids [n] ‖ positions [n] ‖ kept logits
             int32  block_tables [s, widest] ‖ seq_lens [s] ‖ cu_seqlens_q [s + 1]
 
+        ``table_width``: least number of columns of the block tables.
         Parts that kernels read begin at multiples of 16 bytes: another alignment would be
         another binary.
         """
@@ -136,7 +191,7 @@ class ModelRunner:
         prefix = np.fromiter((step.num_prefix for step in steps), np.int32, num_seqs)
         seq_lens = prefix + num_new
         num_blocks = -(-seq_lens // self._block_size)
-        widest, num_tokens = int(num_blocks.max()), int(num_new.sum())
+        widest, num_tokens = max(int(num_blocks.max()), table_width), int(num_new.sum())
 
         lens_at = _aligned(num_seqs * widest)
         cu_at = lens_at + _aligned(num_seqs)
@@ -159,6 +214,9 @@ class ModelRunner:
         positions[:] = np.arange(num_tokens) + np.repeat(prefix - cu_seqlens[:-1], num_new)
         blocks = tables[np.repeat(np.arange(num_seqs), num_new), positions // self._block_size]
         slots[:] = blocks.astype(np.int64) * self._block_size + positions % self._block_size
+        slots[positions < 0] = -1
+        # Padding has positions that no sequence reaches; a model may keep a table of the others.
+        np.clip(positions, 0, self._loaded.max_model_len - 1, out=positions)
 
         ints64, ints32 = self._to_device(large), self._to_device(small)
         metadata = StepMetadata(

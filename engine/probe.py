@@ -125,7 +125,7 @@ def probe_attention(model: Any, name: str, max_model_len: int) -> tuple[Attentio
     return layers
 
 
-def probe_logits(loaded: "LoadedModel") -> None:
+def probe_logits(loaded: "LoadedModel", attention_backend: str = "auto") -> None:
     """Check 6, with the runner and kernels that will serve. Leaves the attention set to ``PAGED``.
 
     Raises ``ConfigError`` when the model is refused.
@@ -145,7 +145,7 @@ def probe_logits(loaded: "LoadedModel") -> None:
             ]
     finally:
         model.set_attn_implementation(PAGED)
-    got = _paged_logits(loaded, [ids.tolist() for ids in sequences])
+    got = _paged_logits(loaded, attention_backend, [ids.tolist() for ids in sequences])
     wanted = torch.cat(expected)
     error = (torch.cat(got) - wanted).square().mean(dim=-1).sqrt()
     relative = float((error / wanted.std(dim=-1)).quantile(_TOKENS_WITHIN))
@@ -155,12 +155,14 @@ def probe_logits(loaded: "LoadedModel") -> None:
         )
 
 
-def _paged_logits(loaded: "LoadedModel", sequences: list[list[int]]) -> list[torch.Tensor]:
+def _paged_logits(
+    loaded: "LoadedModel", attention_backend: str, sequences: list[list[int]]
+) -> list[torch.Tensor]:
     """Logits of all tokens: a first chunk, a second one, and one token decoded, of each."""
     layout = loaded.layout
     num_blocks = [layout.blocks_for(len(tokens)) for tokens in sequences]
     pool = torch.zeros((sum(num_blocks), *layout.shape), dtype=loaded.dtype, device=loaded.device)
-    runner = ModelRunner(loaded, pool)
+    runner = ModelRunner(loaded, pool, attention_backend=attention_backend)
     # The second sequence gets the first blocks, so that a block's place is not its position.
     ids = list(range(sum(num_blocks)))
     tables = [ids[num_blocks[1] :], ids[: num_blocks[1]]]

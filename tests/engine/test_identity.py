@@ -31,13 +31,13 @@ def model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config())
 
 
-def identify(model, layout=LAYOUT, windows=(None, None), frozen_rope=None, deterministic=False):
+def identify(model, layout=LAYOUT, windows=(None, None), frozen_rope=None, run=None):
     return model_identity(
         model,
         layout,
         windows=windows,
         frozen_rope=frozen_rope or {},
-        deterministic=deterministic,
+        run=run,
     )
 
 
@@ -113,7 +113,7 @@ def test_the_place_of_a_model_does_not_change_the_config():
         {"layout": BlockLayout(2, 16, 2, 8, "bfloat16")},
         {"windows": (None, 24)},
         {"frozen_rope": {"": ["dynamic", 4096]}},
-        {"deterministic": True},
+        {"run": {"threads": 2}},
     ],
 )
 def test_what_changes_blocks_changes_the_namespace(model, change):

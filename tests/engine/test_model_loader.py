@@ -208,6 +208,10 @@ def test_a_very_short_model_can_be_probed(length):
 
 def test_transformers_talks_as_before_after_loading(directory):
     transformers_logging.set_verbosity_warning()
-    load_model(directory)
-    assert transformers_logging.get_verbosity() == transformers_logging.WARNING
-    assert transformers_logging.is_progress_bar_enabled()
+    transformers_logging.enable_progress_bar()  # off in all tests of this folder
+    try:
+        load_model(directory)
+        assert transformers_logging.get_verbosity() == transformers_logging.WARNING
+        assert transformers_logging.is_progress_bar_enabled()
+    finally:
+        transformers_logging.disable_progress_bar()

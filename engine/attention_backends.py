@@ -1,0 +1,82 @@
+"""Which kernels compute attention: ours, their torch twins, or another library's.
+
+All have the signatures of ``kernels/``, so nothing else in the engine knows which of them runs.
+"""
+
+import os
+from functools import partial
+from typing import Any
+
+import torch
+
+from engine.determinism import DECODE_SPLIT
+from engine.forward_context import AttentionBackend
+from kernels import checks, reference
+from kernels.cache_write import write_kv
+from kernels.paged_decode import paged_decode
+from kernels.paged_prefill import paged_prefill
+from kvstore.block import BlockLayout
+from kvstore.errors import ConfigError
+
+BACKENDS = ("auto", "torch", "triton")
+
+
+def find_backend(
+    name: str, device: torch.device, layout: BlockLayout, *, is_deterministic: bool = False
+) -> AttentionBackend:
+    """The kernels for ``attention_backend=name``.
+
+    auto    the Triton kernels on CUDA, their torch twins elsewhere and for a head_dim that the
+            kernels do not offer
+    torch   the torch twins on any device
+    triton  the Triton kernels; without CUDA they need TRITON_INTERPRET=1
+
+    ``is_deterministic``: a decoded token has the same bits whatever else is in its batch.
+    """
+    if name not in BACKENDS:
+        raise ConfigError(f"attention_backend: expected one of {', '.join(BACKENDS)}, got {name!r}")
+    launchers_run_triton = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    if name == "triton" and not launchers_run_triton:
+        raise ConfigError(
+            f"attention_backend: triton needs a CUDA device, not {device}; use auto or torch "
+            "(or set TRITON_INTERPRET=1 to interpret the kernels)"
+        )
+    split_len = DECODE_SPLIT if is_deterministic else None
+    has_kernel = layout.head_dim % 16 == 0 and layout.head_dim <= checks.MAX_TRITON_HEAD_DIM
+    if launchers_run_triton and (name == "torch" or (name == "auto" and not has_kernel)):
+        decode = partial(_twin_decode, split_len=split_len)
+        return AttentionBackend("torch", reference.write_kv, _twin_prefill, decode)
+    chosen = "triton" if launchers_run_triton else "torch"
+    decode = partial(paged_decode, split_len=split_len)
+    return AttentionBackend(chosen, write_kv, paged_prefill, decode)
+
+
+def _twin_prefill(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    split_len: int | None = None,
+) -> torch.Tensor:
+    """The twin, where the launcher would run the kernel."""
+    options = (scale, window, softcap, sinks, split_len, out)
+    return reference.attend(q, k_pool, v_pool, block_tables, cu_seqlens_q, seq_lens, *options)
+
+
+def _twin_decode(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    **options: Any,
+) -> torch.Tensor:
+    return _twin_prefill(q, k_pool, v_pool, block_tables, None, seq_lens, **options)
