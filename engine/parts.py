@@ -77,10 +77,12 @@ def _device_pool(
             f"{-(-needed * block_bytes // 2**20)}MiB, or a smaller max_model_len"
         )
     if loaded.device.type == "cuda":
+        from kernels.block_copy import gather_blocks, scatter_blocks
         from kvstore.tiers.device import CudaCopier, CudaPool
 
         cuda_pool = CudaPool(size // block_bytes, layout, loaded.device)
-        return cuda_pool, CudaCopier(cuda_pool), cuda_pool.tensor
+        copier = CudaCopier(cuda_pool, gather=gather_blocks, scatter=scatter_blocks)
+        return cuda_pool, copier, cuda_pool.tensor
     pool = HostPool(size // block_bytes, block_bytes)
     tensor = torch.from_numpy(pool.rows).view(loaded.dtype).view(-1, *layout.shape)
     return pool, None, tensor
