@@ -520,6 +520,14 @@ def test_closing_waits_for_copies_under_way_and_then_lets_go_of_the_memory(make_
     assert runtime.locked == {}  # the runtime refuses that while any stream has work
 
 
+def test_a_store_says_that_its_host_memory_is_not_page_locked(make_engine):
+    limited = make_engine(4, FakeCudaRuntime(max_locked_bytes=0), host_blocks=8)
+    host = limited.store.stats().tiers["host"]
+    assert (host.state, host.reason) == ("degraded", "out of memory (2)")
+    host = make_engine(4, host_blocks=8).store.stats().tiers["host"]
+    assert (host.state, host.reason) == ("ok", "")
+
+
 def test_a_broken_device_fails_the_load_and_not_the_request(make_engine):
     runtime = FakeCudaRuntime()
     engine = make_engine(4, runtime, host_blocks=8)
