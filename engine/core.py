@@ -197,7 +197,8 @@ class EngineCore:
 
     def _sleep(self) -> None:
         """Until a command, a finished transfer or the next cleaning."""
-        pause = self.store.next_deadline() - self._clock()
+        deadline = min(self.store.next_deadline(), self.scheduler.next_deadline())
+        pause = deadline - self._clock()
         with self._wake:
             self._wake.wait_for(
                 lambda: bool(self._commands or self._has_store_event or self._closing),

@@ -5,6 +5,7 @@ the token budget to prefill chunks, oldest request first, then admits waiting se
 that waits for disk or for blocks on their way holds up nobody.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -157,15 +158,18 @@ class Scheduler:
         return True
 
     def _collect_promoted(self) -> None:
-        """Start the sequences whose blocks have arrived; those whose load failed, or only tried how
-        fast a tier is, reserve again."""
+        """Start the sequences whose blocks have arrived. Those whose load failed or takes too long,
+        or only tried how fast a tier is, reserve again."""
         for sequence in list(self.promoting):
             assert sequence.lease is not None
-            if not sequence.lease.is_ready:
+            is_late = not sequence.lease.is_ready and self._is_late(sequence)
+            if is_late:
+                self._store.give_up(sequence.lease)
+            elif not sequence.lease.is_ready:
                 continue
             self.promoting.remove(sequence)
             self._end_promoting(sequence, SequenceState.WAITING)
-            if sequence.lease.is_provisional:
+            if is_late or sequence.lease.is_provisional:
                 self._let_go(sequence, keep_lookup=True)
                 self.waiting.insert(0, sequence)
             else:
@@ -176,16 +180,26 @@ class Scheduler:
         lease, lookup = sequence.lease, sequence.lookup
         assert lease is not None
         assert lookup is not None
-        sequence.num_computed = lease.num_cached * self._store.layout.block_size
+        size = self._store.layout.block_size
+        sequence.num_computed = lease.num_cached_tokens(size)
         if sequence.cached_tokens is None:
-            sources = Counter(lookup.sources[: lease.num_cached])
-            size = self._store.layout.block_size
-            sequence.cached_tokens = {tier: size * count for tier, count in sources.items()}
+            sequence.cached_tokens = lease.cached_tokens(size)
             sequence.load_decision = lookup.decision
         sequence.state = SequenceState.RUNNING
         sequence.times.running_at = sequence.times.running_at or self._clock()
         self.running.append(sequence)
         return min(sequence.num_uncomputed, budget)
+
+    def next_deadline(self) -> float:
+        """Clock time at which a sequence stops waiting for its blocks; infinity for none."""
+        deadline = self._store.config.promote_deadline_s
+        since = [sequence.times.promote_since for sequence in self.promoting]
+        return math.inf if deadline is None or not since else min(since) + deadline
+
+    def _is_late(self, sequence: Sequence) -> bool:
+        deadline = self._store.config.promote_deadline_s
+        waited = self._clock() - sequence.times.promote_since
+        return deadline is not None and waited >= deadline
 
     def _begin_promoting(self, sequence: Sequence, state: SequenceState) -> None:
         sequence.state = state

@@ -7,7 +7,7 @@ pools and arrays directly, not through the code it checks.
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from kvstore.index import NONE
+from kvstore.index import NONE, VALID
 
 if TYPE_CHECKING:
     from kvstore.store import BlockStore
@@ -38,6 +38,7 @@ def _ids(store: "BlockStore") -> list[str]:
     index, wrong = store.index, []
     in_flight = store.host_ids_in_flight()
     private = [block for lease in store.leases for block in lease.block_ids[len(lease.slots) :]]
+    private += store.abandoned_blocks()
     owners = {
         "device": (store.device, [index.device[slot] for slot in index.used_slots()] + private),
         "host": (store.host, [index.host[slot] for slot in index.used_slots()] + in_flight),
@@ -66,7 +67,7 @@ def _users(store: "BlockStore") -> list[str]:
         for slot, block_id in zip(lease.slots, lease.block_ids, strict=False):
             if index.device[slot] != block_id:
                 wrong.append(f"a lease reads block {block_id}, slot {slot} lies elsewhere")
-            if lease.is_ready and not lease.failed_keys and index.loading[slot]:
+            if lease.is_ready and not lease.failed_keys and index.loading[slot] != VALID:
                 wrong.append(f"a lease is ready, slot {slot} is not")
     return wrong
 
@@ -76,14 +77,17 @@ def _orders(store: "BlockStore") -> list[str]:
     index, wrong = store.index, []
     for slot in index.used_slots():
         is_unused = (
-            index.device[slot] != NONE and not index.refcount[slot] and not index.loading[slot]
+            index.device[slot] != NONE and not index.refcount[slot] and index.loading[slot] == VALID
         )
-        if is_unused != (slot in index.device_lru):
+        if is_unused != (slot in store.policy):
             wrong.append(f"slot {slot}: evictable {is_unused}, in the order {not is_unused}")
         if (index.host[slot] != NONE) != (slot in index.host_lru):
             wrong.append(f"slot {slot}: host order and host copy disagree")
-    for order in (index.device_lru, index.host_lru, index.dirty):
-        members = list(order)
+    for order, members in (
+        (store.policy, list(store.policy.victims())),
+        (index.host_lru, list(index.host_lru)),
+        (index.dirty, list(index.dirty)),
+    ):
         if len(members) != len(order) or len(set(members)) != len(members):
             wrong.append("an order's links are broken")
         if any(not index.key[slot] for slot in members):

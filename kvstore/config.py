@@ -102,7 +102,7 @@ class DiskConfig:
 class StoreConfig(DiskConfig):
     """Settings of a ``BlockStore`` beyond the sizes of its tiers."""
 
-    policy: str = "lru"
+    policy: Literal["lru", "slru", "s3-fifo"] = "lru"  # who leaves the device first
     write_policy: Literal["write_behind", "write_through", "write_back", "min_hits"] = (
         "write_behind"
     )
@@ -110,7 +110,7 @@ class StoreConfig(DiskConfig):
     dirty_max_age_s: float = 2.0  # a block that disk does not hold is written after this long
     high_watermark: float = 0.90  # fill of a memory tier at which cleaning by fill starts
     low_watermark: float = 0.75  # and at which it stops
-    min_hits: int = 2  # write policy min_hits: matches before a block is worth a disk write
+    min_hits: int = 2  # write policy min_hits: requests that find a block before it is written
     min_partial_tokens: int = 8  # least saving for which the head of a block is copied
     staging_bytes: int = 64 << 20  # buffer between disk and a device the processor cannot address
     write_bytes_per_s: float = 1 << 30  # most that cleaning writes to disk
@@ -122,6 +122,7 @@ class StoreConfig(DiskConfig):
             self, "write_policy", ("write_behind", "write_through", "write_back", "min_hits")
         )
         _check_choice(self, "load_policy", ("auto", "always", "never"))
+        _check_choice(self, "policy", ("lru", "slru", "s3-fifo"))
         _check_at_least(self, "dirty_max_age_s", 0)
         _check_at_least(self, "min_hits", 1)
         _check_at_least(self, "min_partial_tokens", 1)

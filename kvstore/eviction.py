@@ -4,16 +4,17 @@
                     without a host tier, written to disk first when dirty
     host victim     dropped when clean, written to disk first when dirty
 
-A victim is the least recently used block that nobody uses. A use renews a block's ancestors after
-the block itself, so the oldest block is a leaf and a prefix is given up from its end.
+Who is a victim is the policy's to say, but a prefix is always given up from its end. A pinned block
+never leaves the slowest memory tier.
 """
 
-from collections.abc import Set
+from collections.abc import Callable, Set
 from itertools import islice
 
 from kvstore.config import StoreConfig
 from kvstore.errors import KVStoreError
-from kvstore.index import NONE, BlockIndex
+from kvstore.index import NONE, VALID, BlockIndex
+from kvstore.policy import POLICIES, Prioritised
 from kvstore.tiers.base import BlockPool
 from kvstore.transfer import TransferLoop
 from kvstore.write_behind import WriteBehind
@@ -32,8 +33,12 @@ class Evictor:
         transfer: TransferLoop,
         write_behind: WriteBehind,
         config: StoreConfig,
+        clock: Callable[[], float],
     ) -> None:
         self._index = index
+        make_policy = POLICIES[config.policy]
+        self.policy = Prioritised(lambda: make_policy(index, device.capacity), clock)
+        self.pins: dict[int, int] = {}  # by slot: holds against being lost
         self._device = device
         self._host = host
         self._transfer = transfer
@@ -46,7 +51,8 @@ class Evictor:
     @property
     def available_blocks(self) -> int:
         """Device blocks that are free, or can be once copies under way have ended."""
-        return self._device.num_free + len(self._index.device_lru)
+        pinned = 0 if self._host else sum(slot in self.policy for slot in self.pins)
+        return self._device.num_free + len(self.policy) - pinned
 
     def make_device_room(self, count: int, keep: Set[int] = frozenset()) -> bool:
         """Whether ``count`` device blocks are free now, evicting victims if that makes them so.
@@ -57,12 +63,11 @@ class Evictor:
         missing = count - self._device.num_free
         if missing <= 0:
             return True
-        candidates = (slot for slot in self._index.device_lru if slot not in keep)
-        victims = list(islice(candidates, missing))
+        victims = self._choose(missing, keep)
         if len(victims) < missing:
             return False
         unready = [slot for slot in victims if not self._is_on_host(slot)]
-        passing = set(self._demote(unready))
+        passing = {slot for slot in self._demote(unready) if slot not in self.pins}
         unready = [slot for slot in unready if slot not in passing or not self._is_clean(slot)]
         self._write_behind.urge(slot for slot in unready if slot in passing)
         if unready:
@@ -74,22 +79,23 @@ class Evictor:
 
     def pump(self) -> None:
         """Copy the next victims to host ahead of need once the device is nearly full."""
-        if self._host is None or not self._index.device_lru:
+        if self._host is None:
             return
         reserve = int((1 - self._config.high_watermark) * self._device.capacity)
         wanted = min(reserve - self._device.num_free, _AHEAD_BLOCKS)
         if wanted > 0:
-            victims = islice(self._index.device_lru, wanted)
+            victims = islice(self.policy.victims(), wanted)
             self._demote([slot for slot in victims if not self._is_on_host(slot)])
 
     def drop_device(self, slot: int) -> None:
         """Give up the device copy of a block that nobody uses."""
         index = self._index
         assert index.refcount[slot] == index.transfers[slot] == 0, "a victim is in use"
-        index.device_lru.discard(slot)
+        if slot in self.policy:
+            self.policy.drop(slot)
         self._device.free(index.device[slot])
         index.device[slot] = NONE
-        index.loading[slot] = 0
+        index.loading[slot] = VALID
         if index.host[slot] == NONE:
             index.drop(slot)
 
@@ -103,6 +109,26 @@ class Evictor:
         if index.device[slot] == NONE:
             index.drop(slot)
 
+    def _choose(self, count: int, keep: Set[int]) -> list[int]:
+        """Victims in the policy's order, but no block before its children on the device."""
+        index, chosen, passed_over = self._index, dict[int, None](), list[int]()
+        for slot in self.policy.victims():
+            if len(chosen) == count:
+                break
+            if slot in keep or (slot in self.pins and self._host is None):
+                continue
+            has_child = any(
+                index.device[child] != NONE and child not in chosen
+                for child in index.children(index.key[slot])
+            )
+            if has_child:
+                passed_over.append(slot)
+            else:
+                chosen[slot] = None
+        # Their children have been chosen since, or are held by a transfer that nobody waits for.
+        chosen.update(dict.fromkeys(passed_over[::-1][: count - len(chosen)]))
+        return list(chosen)
+
     def _is_on_host(self, slot: int) -> bool:
         return self._index.host[slot] != NONE and not self._index.transfers[slot]
 
@@ -113,14 +139,18 @@ class Evictor:
         """Start copying victims, oldest first, to host. Returns those that pass the host tier by.
 
         A victim displaces only blocks used longer ago than itself. So one that is older than all of
-        the host tier, or has none, passes it by, and victims never push each other out in turn.
+        the host tier, or has none, passes it by, and victims never push each other out in turn. A
+        pinned one displaces any block that is not pinned.
         """
         if self._host is None:
             return victims
         index, room = self._index, self._host.num_free
-        oldest_on_host = (slot for slot in index.host_lru if not index.transfers[slot])
+        oldest_on_host = (
+            slot for slot in index.host_lru if not index.transfers[slot] and slot not in self.pins
+        )
         staying, displaced, passing = [], [], []
-        for victim in reversed(victims):
+        pinned_last = sorted(victims, key=self.pins.__contains__)
+        for victim in reversed(pinned_last):
             if index.transfers[victim]:
                 continue
             if room:
@@ -128,7 +158,8 @@ class Evictor:
                 staying.append(victim)
                 continue
             oldest = next(oldest_on_host, NONE)
-            if oldest == NONE or index.used_at[oldest] >= index.used_at[victim]:
+            is_younger = oldest != NONE and index.used_at[oldest] < index.used_at[victim]
+            if oldest == NONE or not (is_younger or victim in self.pins):
                 passing.append(victim)
             elif oldest in index.dirty:
                 self._write_behind.urge((oldest,))

@@ -17,6 +17,7 @@ from kvstore.block import BlockRef
 from kvstore.order import LinkedOrder
 
 NONE = -1  # no slot, no block id
+VALID, LOADING, FAILED = 0, 1, 2  # states of a device copy
 
 
 class BlockIndex:
@@ -26,13 +27,14 @@ class BlockIndex:
     salt           the salt's digest, shared between blocks
     depth          block number within its sequence
     device, host   id of the copy in that tier, NONE without one
-    loading        1 while the device copy is being filled: neither readable nor evictable
+    loading        VALID; LOADING while the device copy is being filled, neither readable nor
+                   evictable; FAILED when that failed and somebody still holds it
     refcount       sequences that use the device copy now
     transfers      copies from or to this block that are under way
-    hits           matches so far
+    hits           requests that found the block so far
+    is_written     1 when disk is believed to hold the block
     used_at        counts uses: larger is more recent, and a parent's is larger than its child's
     touched_s      when disk was last told of a use
-    device_lru     blocks on the device that no sequence uses, least recently used first
     host_lru       blocks in host memory, least recently used first
     dirty          blocks the slowest tier does not hold, oldest first
     dirty_since    when a block became dirty
@@ -51,10 +53,10 @@ class BlockIndex:
         self.refcount = array("i")
         self.transfers = array("i")
         self.hits = array("i")
+        self.is_written = array("b")
         self.used_at = array("q")
         self.touched_s = array("d")
         self.dirty_since = array("d")
-        self.device_lru = LinkedOrder()
         self.host_lru = LinkedOrder()
         self.dirty = LinkedOrder()
         self._first_child: dict[bytes, int] = {}  # by the parent's key
@@ -98,7 +100,7 @@ class BlockIndex:
         self.tokens[slot] = ref.tokens
         self.salt[slot] = salt
         self.depth[slot] = ref.depth
-        self.hits[slot] = 0
+        self.hits[slot] = self.is_written[slot] = 0
         self.touched_s[slot] = 0.0
         first = self._first_child.get(ref.parent, NONE)
         self._previous_sibling[slot] = NONE
@@ -134,10 +136,6 @@ class BlockIndex:
             yield child
             child = following
 
-    def has_child_on_device(self, slot: int) -> bool:
-        device = self.device
-        return any(device[child] != NONE for child in self.children(self.key[slot]))
-
     def used_slots(self) -> Iterator[int]:
         return iter(self.slots.values())
 
@@ -147,11 +145,13 @@ class BlockIndex:
             strings.append(b"")
         for ids in (self.device, self.host, self._next_sibling, self._previous_sibling):
             ids.append(NONE)
-        for numbers in (self.depth, self.refcount, self.transfers, self.hits, self.loading):
-            numbers.append(0)
+        for counts in (self.depth, self.refcount, self.transfers, self.hits):
+            counts.append(0)
+        self.loading.append(VALID)
+        self.is_written.append(0)
         self.used_at.append(0)
         self.touched_s.append(0.0)
         self.dirty_since.append(0.0)
-        for order in (self.device_lru, self.host_lru, self.dirty):
+        for order in (self.host_lru, self.dirty):
             order.reserve(slot + 1)
         return slot

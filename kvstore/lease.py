@@ -1,6 +1,6 @@
 """What a request has of the store: first a lookup of its prefix, then a lease on device blocks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -18,10 +18,12 @@ class Lookup:
     """One request's prefix and what is known of where its blocks are.
 
     keys, runs     of all full blocks that may be reused, in order
+    tail           tokens after them that may be reused, less than a block
     seed           parent of the first block
     salt           the salt's digest
     on_disk        keys the probe found
-    given_up       keys whose load failed for this request: never tried again
+    below          children on disk of the last block the probe found, for the tokens after it
+    given_up       keys whose load failed or came too late for this request: never tried again
     sources        tier that held each block of the prefix when the request was matched or probed
     is_counted     whether its hits are part of the store's statistics
     decision       how much of the prefix is loaded and how much computed, once that is known
@@ -30,11 +32,13 @@ class Lookup:
 
     keys: Sequence[bytes]
     runs: Sequence[bytes]
+    tail: bytes
     seed: bytes
     salt: bytes
     is_counted: bool = True
     state: LookupState = LookupState.READY
     on_disk: set[bytes] = field(default_factory=set)
+    below: list[BlockRef] = field(default_factory=list)
     given_up: set[bytes] = field(default_factory=set)
     sources: list[TierName] = field(default_factory=list)
     decision: LoadDecision | None = None
@@ -44,9 +48,22 @@ class Lookup:
     def is_ready(self) -> bool:
         return self.state is LookupState.READY
 
+    def parent(self, position: int) -> bytes:
+        """The key before a block, the seed before the first."""
+        return self.keys[position - 1] if position else self.seed
+
     def ref(self, position: int) -> BlockRef:
-        parent = self.keys[position - 1] if position else self.seed
-        return BlockRef(self.keys[position], parent, self.runs[position], position)
+        return BlockRef(self.keys[position], self.parent(position), self.runs[position], position)
+
+
+@dataclass(frozen=True, slots=True)
+class PartialMatch:
+    """A cached block whose first ``num_tokens`` positions, and not all, are those of a prefix."""
+
+    ref: BlockRef
+    slot: int  # NONE for one that only disk holds
+    tier: TierName
+    num_tokens: int
 
 
 @dataclass(slots=True, eq=False)
@@ -56,9 +73,9 @@ class Lease:
     block_ids      the sequence's block table: positions [i * block_size, …) lie in block_ids[i]
     slots          index slot of each block that has a key, a prefix of ``block_ids``; blocks after
                    it are private to the sequence
-    keys           of the blocks in ``slots`` and, while known, of the prompt's blocks after them
     num_cached     blocks at the front that were found and not computed
-    num_loading    of those, blocks whose bytes are still on their way
+    partial        the block whose head is copied into the first block after those
+    num_loading    blocks whose bytes are still on their way
     failed_keys    blocks whose load failed
     is_probe       loads a few blocks to see how fast their tier is
     """
@@ -67,6 +84,7 @@ class Lease:
     block_ids: list[int]
     slots: list[int]
     num_cached: int
+    partial: PartialMatch | None = None
     num_loading: int = 0
     failed_keys: list[bytes] = field(default_factory=list)
     is_probe: bool = False
@@ -80,3 +98,35 @@ class Lease:
     def is_ready(self) -> bool:
         """All bytes of the prefix are on the device, or are known not to come."""
         return self.num_loading == 0
+
+    def cached_tokens(self, block_size: int) -> dict[TierName, int]:
+        """Tokens that need not be computed, by the tier they were found in."""
+        counts: dict[TierName, int] = {}
+        for tier in self.lookup.sources[: self.num_cached]:
+            counts[tier] = counts.get(tier, 0) + block_size
+        if self.partial is not None:
+            counts[self.partial.tier] = counts.get(self.partial.tier, 0) + self.partial.num_tokens
+        return counts
+
+    def num_cached_tokens(self, block_size: int) -> int:
+        return sum(self.cached_tokens(block_size).values())
+
+
+class Pin:
+    """Keeps blocks from being lost, until ``release`` or the end of a ``with`` block."""
+
+    def __init__(self, num_blocks: int, release: Callable[[], None]) -> None:
+        self.num_blocks = num_blocks
+        self._release: Callable[[], None] | None = release
+
+    def release(self) -> None:
+        """End the hold; calling it again does nothing."""
+        release, self._release = self._release, None
+        if release is not None:
+            release()
+
+    def __enter__(self) -> "Pin":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()

@@ -12,32 +12,33 @@ One thread owns a store: it calls the methods, and ``poll()`` now and then to ap
 transfer side has finished. Nothing here waits except ``run_until_idle``, ``flush`` and ``close``.
 """
 
+import contextlib
 import logging
 import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from kvstore.block import BlockLayout, BlockRef, TierName
 from kvstore.check import check
 from kvstore.config import StoreConfig
 from kvstore.cost import CostModel, LoadReason
-from kvstore.disk import DiskEntry
-from kvstore.errors import KVStoreError, OutOfBlocksError, StoreClosedError
+from kvstore.errors import CapacityError, KVStoreError, OutOfBlocksError, StoreClosedError
 from kvstore.eviction import Evictor
-from kvstore.hashing import block_key, chain_keys, chain_seed, salt_digest
-from kvstore.index import NONE, BlockIndex
-from kvstore.lease import Lease, Lookup, LookupState
+from kvstore.hashing import block_key, chain_seed, salt_digest
+from kvstore.index import FAILED, LOADING, NONE, VALID, BlockIndex
+from kvstore.lease import Lease, Lookup, LookupState, Pin
+from kvstore.matching import Matcher
+from kvstore.policy import VictimPolicy
+from kvstore.promotion import Promoter
 from kvstore.stats import StoreStats, TierStats
 from kvstore.tiers.base import BlockCopier, BlockPool, DiskTier
 from kvstore.tiers.host import HostCopier, HostPool
-from kvstore.transfer import TransferLoop
+from kvstore.transfer import Probed, TransferLoop
 from kvstore.write_behind import WriteBehind
 
 logger = logging.getLogger(__name__)
-
-_VALID, _LOADING, _FAILED = 0, 1, 2  # states of a device copy, BlockIndex.loading
 
 
 class BlockStore:
@@ -114,18 +115,20 @@ class BlockStore:
             on_broken=self._lose_disk,
         )
         self._evictor = Evictor(
-            self.index, device, self.host, self._transfer, self._write_behind, self.config
+            self.index, device, self.host, self._transfer, self._write_behind, self.config, clock
         )
-        self._waiting: dict[int, list[Lease]] = {}  # by slot whose device copy is loading
-        self._loading_from: dict[int, TierName] = {}
+        self._promoter = Promoter(
+            self.index, device, copier, self._transfer, self._evictor, self.cost, layout, clock
+        )
+        self._matcher = Matcher(
+            self.index, self.cost, self._promoter.loading_from, layout, namespace, self.config
+        )
         self.leases: set[Lease] = set()
-        self._promoting: set[Lease] = set()
+        self._prefetches: list[tuple[Lookup, Lease | None]] = []
         self._num_uses = 0
         self._looked_up = 0
         self._merged = 0
         self._hits: Counter[str] = Counter()
-        self._promoted: Counter[str] = Counter()
-        self._failed: Counter[str] = Counter()
         self._decided: Counter[str] = Counter()
 
     # ---- the life of a request -----------------------------------------------------------------
@@ -147,18 +150,13 @@ class BlockStore:
         """
         self._check_open()
         most = len(tokens) // 4 - 1 if num_reusable is None else num_reusable
-        block_bytes = 4 * self.layout.block_size
-        tokens = tokens[: max(0, most) * 4]
-        seed = chain_seed(self.namespace, salt)
-        keys = chain_keys(seed, tokens, block_bytes)
-        runs = [tokens[i * block_bytes : (i + 1) * block_bytes] for i in range(len(keys))]
-        lookup = Lookup(keys, runs, seed, salt_digest(salt), is_counted=not peek)
-        self._note_sources(lookup)
-        if len(lookup.sources) < len(keys) and self._reads_disk():
+        lookup = self._matcher.prefix(tokens[: max(0, most) * 4], salt, is_counted=not peek)
+        if len(lookup.sources) < len(lookup.keys) and self._reads_disk():
             lookup.state = LookupState.PROBING
             start = len(lookup.sources)
-            refs = [lookup.ref(i) for i in range(start, len(keys))]
-            self._transfer.probe(refs, lambda found: self._end_probe(lookup, found))
+            refs = [lookup.ref(i) for i in range(start, len(lookup.keys))]
+            below = self.config.min_partial_tokens < self.layout.block_size
+            self._transfer.probe(refs, below, lambda found: self._end_probe(lookup, found))
         else:
             self._count_hits(lookup)
         return lookup
@@ -173,35 +171,87 @@ class BlockStore:
         """
         self._check_open()
         assert lookup.state is LookupState.READY, "the probe has not ended"
-        slots = self._walk(lookup)
+        size, slots = self.layout.block_size, self._matcher.walk(lookup)
         num_cached = len(slots)
+        partial = self._matcher.partial(lookup, num_cached)
+        num_found = num_cached * size + (partial.num_tokens if partial else 0)
         if chunk_tokens is not None:
-            prefix_tokens = num_cached * self.layout.block_size
-            num_tokens = min(num_tokens, prefix_tokens + chunk_tokens)
+            num_tokens = min(num_tokens, num_found + chunk_tokens)
         num_blocks = max(self.layout.blocks_for(num_tokens), num_cached)
+        if num_blocks == num_cached:
+            partial = None
         on_device = [slot for slot in slots if slot != NONE and self.index.device[slot] != NONE]
         moving = num_cached - len(on_device)
         self._check_promotion_share(num_blocks, moving)
-        num_fresh = num_blocks - len(on_device)
-        if not self._evictor.make_device_room(num_fresh, keep=set(on_device)):
-            raise self._out_of_blocks(num_fresh, kept=on_device)
+        num_fresh, keep = num_blocks - len(on_device), set(on_device)
+        spared = {partial.slot} if partial else set()
+        if not self._evictor.make_device_room(num_fresh, keep | spared):
+            partial = None  # its room may be what is missing
+            if not self._evictor.make_device_room(num_fresh, keep):
+                raise self._out_of_blocks(num_fresh, kept=on_device)
         for slot in on_device:
             self._hold(slot)
+            self.index.hits[slot] += 1
+            self._write_if_hit_enough(slot)
         fresh = iter(self.device.allocate(num_fresh))
-        lease = Lease(lookup, [], [], num_cached)
+        lease = Lease(lookup, [], [], num_cached, partial)
         self.leases.add(lease)
-        self._fill(lease, slots, fresh)
+        self._promoter.fill(lease, slots, fresh)
         lease.block_ids += fresh
+        if partial:
+            self._promoter.copy_partial(lease)
         assert lookup.decision is not None
         self._decided[lookup.decision.reason] += 1
-        if lease.num_loading:
-            self._promoting.add(lease)
-            lease.is_probe = lookup.decision.reason is LoadReason.PROBE
+        lease.is_probe = not lease.is_ready and lookup.decision.reason is LoadReason.PROBE
         return lease
+
+    def give_up(self, lease: Lease) -> None:
+        """The request waits no longer for the blocks on their way: release its lease and reserve
+        again, and it gets what has arrived. The transfers go on, for others and for later."""
+        self._check_open()
+        self._promoter.give_up(lease)
+
+    def prefer(self, lease: Lease, priority: int, ttl_s: float | None = None) -> None:
+        """Give the lease's cached blocks a priority: lower ones are evicted first, 0 is ordinary.
+
+        It ends after ``ttl_s`` seconds, or with the blocks' stay on the device.
+        """
+        self._check_open()
+        for slot in lease.slots:
+            self._evictor.policy.prefer(slot, priority, ttl_s)
+
+    def pin(self, lookup: Lookup) -> Pin:
+        """Keep the blocks of a prefix that memory holds now from being lost.
+
+        They may be demoted to host memory, but the slowest memory tier does not evict them before
+        the pin is released. In this process only: disk evicts by its own order. Raises
+        ``CapacityError`` when pins would take more than half of that tier.
+        """
+        self._check_open()
+        pins, pool = self._evictor.pins, self.host or self.device
+        slots = self.index.match(lookup.keys, lookup.runs)
+        num_pinned = len(pins.keys() | set(slots))
+        if num_pinned > pool.capacity // 2:
+            raise CapacityError(
+                f"pins would hold {num_pinned} of {pool.capacity} blocks; at most half of a tier "
+                f"may be pinned: raise {'host' if self.host else 'device'}_cache, or unpin"
+            )
+        for slot in slots:
+            pins[slot] = pins.get(slot, 0) + 1
+        return Pin(len(slots), lambda: self._unpin(slots))
+
+    def prefetch(self, tokens: bytes, salt: str = "") -> None:
+        """Bring what is cached of a prefix to the device, before somebody asks for it.
+
+        Takes free and evictable blocks only; gives up quietly when there are too few.
+        """
+        whole = len(tokens) // 4
+        lookup = self.lookup(tokens, salt, num_reusable=whole, peek=True)
+        self._prefetches.append((lookup, None))
 
     def num_reusable_blocks(self, lookup: Lookup) -> int:
         """Blocks at the front of the prefix that ``reserve`` would find now."""
-        return len(self._walk(lookup))
+        return len(self._matcher.walk(lookup))
 
     def extend(self, lease: Lease, num_tokens: int) -> None:
         """Make the lease cover ``num_tokens`` positions. Raises ``OutOfBlocksError`` unchanged."""
@@ -231,10 +281,10 @@ class BlockStore:
     def release(self, lease: Lease) -> None:
         """Give the blocks back: those with a key stay cached, leaf first in line for eviction."""
         self.leases.remove(lease)
-        self._promoting.discard(lease)
+        self._promoter.leave(lease)
         self._give_back(lease.slots)
         for block_id in lease.block_ids[len(lease.slots) :]:
-            self.device.free(block_id)
+            self._promoter.free_private(block_id)
         self._touch_disk(lease.slots)
         lease.block_ids, lease.slots = [], []
         if lease.is_probe:
@@ -250,6 +300,8 @@ class BlockStore:
         self._check_open()
         self._transfer.is_model_busy = model_is_busy
         count = self._transfer.poll()
+        if self._prefetches:
+            self._advance_prefetches()
         self._write_behind.pump()
         self._evictor.pump()
         return count
@@ -298,7 +350,8 @@ class BlockStore:
         """Drop memory copies that nobody uses, of one tier or of both, of one salt or of all.
 
         Returns how many blocks were skipped because they are in use. Dirty blocks are lost, not
-        written: ``flush`` first where they should not be. Disk is another matter: ``clear_disk``.
+        written: ``flush`` first where they should not be. Pinned blocks are in use. Disk is another
+        matter: ``clear_disk``.
         """
         self._check_open()
         index, skipped = self.index, 0
@@ -306,7 +359,7 @@ class BlockStore:
         for slot in list(index.used_slots()):
             if digest is not None and index.salt[slot] != digest:
                 continue
-            if index.transfers[slot] or index.refcount[slot]:
+            if index.transfers[slot] or index.refcount[slot] or slot in self._evictor.pins:
                 skipped += 1
                 continue
             on_host = index.host[slot] != NONE
@@ -331,6 +384,18 @@ class BlockStore:
     def check(self) -> list[str]:
         """Violated invariants, one sentence each; empty when all hold. O(blocks)."""
         return check(self)
+
+    @property
+    def policy(self) -> VictimPolicy:
+        """The order in which unused device blocks are given up."""
+        return self._evictor.policy
+
+    def pinned_slots(self) -> set[int]:
+        return set(self._evictor.pins)
+
+    def abandoned_blocks(self) -> list[int]:
+        """Device blocks that only a transfer owns: their lease has gone."""
+        return list(self._promoter.abandoned)
 
     def host_ids_in_flight(self) -> list[int]:
         """Host blocks that a copy is filling, not visible yet."""
@@ -359,9 +424,9 @@ class BlockStore:
         return StoreStats(
             tiers=tiers,
             looked_up_blocks=self._looked_up,
-            promoted_blocks=dict(self._promoted),
+            promoted_blocks=dict(self._promoter.promoted_blocks),
             demoted_blocks=self._evictor.demoted_blocks,
-            failed_loads=dict(self._failed),
+            failed_loads=dict(self._promoter.failed_loads),
             merged_blocks=self._merged,
             dirty_blocks=len(self.index.dirty),
             oldest_dirty_age_s=self._write_behind.oldest_age_s(),
@@ -372,30 +437,13 @@ class BlockStore:
 
     # ---- matching ------------------------------------------------------------------------------
 
-    def _source(self, lookup: Lookup, position: int) -> TierName | None:
-        """The fastest tier that holds a block now, as far as this lookup knows."""
-        key = lookup.keys[position]
-        slot = self.index.slots.get(key, NONE)
-        if slot != NONE and self.index.tokens[slot] == lookup.runs[position]:
-            if self.index.device[slot] != NONE and self.index.loading[slot] != _FAILED:
-                return self._loading_from.get(slot, TierName.DEVICE)
-            if self.index.host[slot] != NONE:
-                return TierName.HOST
-        return TierName.DISK if key in lookup.on_disk else None
-
-    def _note_sources(self, lookup: Lookup) -> None:
-        for position in range(len(lookup.sources), len(lookup.keys)):
-            source = self._source(lookup, position)
-            if source is None:
-                break
-            lookup.sources.append(source)
-
-    def _end_probe(self, lookup: Lookup, found: list[DiskEntry] | KVStoreError) -> None:
+    def _end_probe(self, lookup: Lookup, found: Probed | KVStoreError) -> None:
         if isinstance(found, KVStoreError):
             self._lose_disk(found)
         else:
-            lookup.on_disk = {entry.key for entry in found}
-        self._note_sources(lookup)
+            lookup.on_disk = {entry.key for entry in found.entries}
+            lookup.below = found.below
+        self._matcher.note_sources(lookup)
         self._count_hits(lookup)
         lookup.state = LookupState.READY
 
@@ -404,57 +452,9 @@ class BlockStore:
             self._looked_up += len(lookup.keys)
             self._hits.update(source.value for source in lookup.sources)
 
-    def _walk(self, lookup: Lookup) -> list[int]:
-        """Slots of the blocks that can be reused now, NONE for one that only disk holds."""
-        self._note_sources(lookup)
-        index, slots, cut = self.index, [], self._cut(lookup)
-        for position, key in enumerate(lookup.keys):
-            slot = index.slots.get(key, NONE)
-            if slot != NONE and index.tokens[slot] != lookup.runs[position]:
-                break
-            if slot != NONE and index.device[slot] != NONE:
-                if index.loading[slot] == _FAILED or (
-                    index.loading[slot] == _LOADING and (position >= cut or key in lookup.given_up)
-                ):
-                    break
-            elif (
-                position >= cut
-                or key in lookup.given_up
-                or (slot == NONE and key not in lookup.on_disk)
-            ):
-                break
-            slots.append(slot)
-        return slots
-
-    def _cut(self, lookup: Lookup) -> int:
-        """Blocks at the front that may be loaded; after them only what the device holds is used.
-
-        Decided once for a lookup, and again when more is found or a probe has ended.
-        """
-        num_blocks = len(lookup.sources)
-        if lookup.decision is None or lookup.decision.num_blocks < num_blocks:
-            sources, queued = lookup.sources, {}
-            if sources.count(TierName.DEVICE) < num_blocks:
-                now = (self._source(lookup, position) for position in range(num_blocks))
-                sources = [source or TierName.DISK for source in now]
-                slots = (self.index.slots.get(key, NONE) for key in lookup.keys[:num_blocks])
-                ours = Counter(self._loading_from.get(slot) for slot in slots)
-                queued = {
-                    tier: self.cost.queued_bytes(tier) - ours[tier] * self.layout.block_bytes
-                    for tier in (TierName.HOST, TierName.DISK)
-                }
-            lookup.decision = self.cost.choose(
-                sources,
-                block_tokens=self.layout.block_size,
-                block_bytes=self.layout.block_bytes,
-                queued_bytes=queued,
-                may_probe=not lookup.has_probed,
-            )
-        return lookup.decision.cut_blocks
-
     def _check_promotion_share(self, num_blocks: int, moving: int) -> None:
         """Waiting requests hold at most half of the device, or one of them holds what it needs."""
-        held = sum(len(lease.block_ids) for lease in self._promoting)
+        held = sum(len(lease.block_ids) for lease in self._promoter.leases)
         if moving and held and held + num_blocks > self.device.capacity // 2:
             raise self._out_of_blocks(num_blocks)
 
@@ -470,110 +470,44 @@ class BlockStore:
 
     def _hold(self, slot: int) -> None:
         index = self.index
-        if index.refcount[slot] == 0:
-            index.device_lru.discard(slot)
+        if index.refcount[slot] == 0 and slot in self._evictor.policy:
+            self._evictor.policy.take(slot)
         index.refcount[slot] += 1
-        index.hits[slot] += 1
 
     def _give_back(self, slots: Sequence[int]) -> None:
         """End a use of each block, leaf first, so that the root is the most recently used."""
-        index = self.index
+        index, policy = self.index, self._evictor.policy
         for slot in reversed(slots):
             self._num_uses += 1
             index.used_at[slot] = self._num_uses
             index.refcount[slot] -= 1
             index.host_lru.renew(slot)
-            if index.refcount[slot] or index.loading[slot] == _LOADING:
+            if index.refcount[slot] or index.loading[slot] == LOADING:
                 continue
-            if index.loading[slot] == _FAILED:
+            if index.loading[slot] == FAILED:
                 self._evictor.drop_device(slot)
             else:
-                index.device_lru.append(slot)
+                policy.add(slot)
 
-    def _fill(self, lease: Lease, slots: list[int], fresh: Iterator[int]) -> None:
-        """Put the prefix into the lease and start the transfers it needs."""
-        index, lookup = self.index, lease.lookup
-        from_host: list[int] = []
-        from_disk: list[int] = []
-        for position, slot in enumerate(slots):
-            if slot == NONE:
-                slot = index.add(lookup.ref(position), lookup.salt)
-                from_disk.append(slot)
-            elif index.device[slot] == NONE:
-                from_host.append(slot)
-            if index.device[slot] == NONE:
-                index.device[slot] = next(fresh)
-                index.loading[slot] = _LOADING
-                index.transfers[slot] += 1
-                index.refcount[slot] += 1
-                index.hits[slot] += 1
-                self._waiting[slot] = []
-                self._loading_from[slot] = (
-                    TierName.DISK if index.host[slot] == NONE else TierName.HOST
-                )
-            if index.loading[slot] == _LOADING:
-                self._waiting[slot].append(lease)
-                lease.num_loading += 1
-            lease.slots.append(slot)
-            lease.block_ids.append(index.device[slot])
-        if from_host:
-            self._transfer.promote(
-                [index.host[slot] for slot in from_host],
-                [index.device[slot] for slot in from_host],
-                self._begin_load(TierName.HOST, from_host),
-            )
-        if from_disk:
-            self._transfer.read(
-                [index.ref(slot) for slot in from_disk],
-                [index.device[slot] for slot in from_disk],
-                self._begin_load(TierName.DISK, from_disk),
-            )
+    def _unpin(self, slots: Sequence[int]) -> None:
+        pins = self._evictor.pins
+        for slot in slots:
+            pins[slot] -= 1
+            if pins[slot] == 0:
+                del pins[slot]
 
-    def _begin_load(
-        self, tier: TierName, slots: list[int]
-    ) -> Callable[[list[KVStoreError | None] | KVStoreError | None], None]:
-        """Count a load as under way; the result is to be called with its outcome."""
-        num_bytes, began_at = len(slots) * self.layout.block_bytes, self._clock()
-        self.cost.begin_load(tier, num_bytes)
-
-        def done(outcome: list[KVStoreError | None] | KVStoreError | None) -> None:
-            outcomes = outcome if isinstance(outcome, list) else [outcome] * len(slots)
-            self.cost.end_load(
-                tier,
-                num_bytes,
-                began_at=began_at,
-                ended_at=self._transfer.finished_at,
-                is_good=None in outcomes,
-            )
-            self._end_load(slots, outcomes)
-
-        return done
-
-    def _end_load(self, slots: list[int], outcomes: Sequence[KVStoreError | None]) -> None:
-        index = self.index
-        for slot, outcome in zip(slots, outcomes, strict=True):
-            index.transfers[slot] -= 1
-            index.loading[slot] = _VALID if outcome is None else _FAILED
-            source = self._loading_from.pop(slot)
-            if outcome is None:
-                self._promoted[source] += 1
+    def _advance_prefetches(self) -> None:
+        going, self._prefetches = self._prefetches, []
+        for lookup, lease in going:
+            if lease is None and lookup.is_ready:
+                with contextlib.suppress(OutOfBlocksError):
+                    lease = self.reserve(lookup, 0)
+                if lease is None:
+                    continue
+            if lease is not None and lease.is_ready:
+                self.release(lease)
             else:
-                self._failed[getattr(outcome, "reason", type(outcome).__name__)] += 1
-                logger.warning(
-                    "load failed src=%s key=%s: %s", source, index.key[slot].hex()[:16], outcome
-                )
-            for lease in self._waiting.pop(slot):
-                lease.num_loading -= 1
-                if outcome is not None:
-                    lease.failed_keys.append(index.key[slot])
-                    lease.lookup.given_up.add(index.key[slot])
-                if lease.is_ready:
-                    self._promoting.discard(lease)
-            if index.refcount[slot] == 0:  # everybody gave up meanwhile
-                if outcome is None:
-                    index.device_lru.append(slot)
-                else:
-                    self._evictor.drop_device(slot)
+                self._prefetches.append((lookup, lease))
 
     def _commit_block(self, lease: Lease, position: int, ref: BlockRef) -> bool:
         """Give one full private block its key. False when it has to stay private for now."""
@@ -581,7 +515,7 @@ class BlockStore:
         slot = index.slots.get(ref.key, NONE)
         if slot == NONE:
             slot = index.add(ref, lease.lookup.salt)
-        elif index.tokens[slot] != ref.tokens or index.loading[slot] != _VALID:
+        elif index.tokens[slot] != ref.tokens or index.loading[slot] != VALID:
             return False
         elif index.device[slot] != NONE:
             lease.block_ids[position] = index.device[slot]
@@ -592,10 +526,24 @@ class BlockStore:
         index.device[slot] = block_id
         self._hold(slot)
         lease.slots.append(slot)
-        if is_new and self._writes_disk():
-            self._write_behind.add(slot)
-            index.touched_s[slot] = self._clock()  # writing it is what tells disk
+        if is_new:
+            # Computed although disk holds it: not worth writing again, unless it could not be read.
+            lookup = lease.lookup
+            if ref.key in lookup.on_disk and ref.key not in lookup.given_up:
+                index.is_written[slot] = 1
+            elif self.config.write_policy != "min_hits":
+                self._become_dirty(slot)
         return True
+
+    def _become_dirty(self, slot: int) -> None:
+        if self._writes_disk():
+            self._write_behind.add(slot)
+            self.index.touched_s[slot] = self._clock()  # writing it is what tells disk
+
+    def _write_if_hit_enough(self, slot: int) -> None:
+        is_due = self.index.hits[slot] >= self.config.min_hits and not self.index.is_written[slot]
+        if self.config.write_policy == "min_hits" and is_due:
+            self._become_dirty(slot)
 
     # ---- disk ----------------------------------------------------------------------------------
 
@@ -614,7 +562,7 @@ class BlockStore:
         stale = [
             slot
             for slot in reversed(slots)
-            if index.touched_s[slot] < stale_before and slot not in index.dirty
+            if index.touched_s[slot] < stale_before and index.is_written[slot]
         ]
         for slot in stale:
             index.touched_s[slot] = now

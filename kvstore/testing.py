@@ -77,6 +77,9 @@ class MemoryDisk:
         self.blocks[ref.key] = (ref, bytes(write.payload))
         return PutOutcome.STORED
 
+    async def children(self, parent: bytes) -> list[BlockRef]:
+        return [ref for ref, _ in self.blocks.values() if ref.parent == parent]
+
     async def touch(self, keys: Sequence[bytes]) -> None:
         pass
 
@@ -145,6 +148,10 @@ class FaultyDisk:
         await self._pass(sum(len(write.payload) for write in writes))
         return await self.inner.write(writes)
 
+    async def children(self, parent: bytes) -> list[BlockRef]:
+        await self._pass(0)
+        return await self.inner.children(parent)
+
     async def touch(self, keys: Sequence[bytes]) -> None:
         await self._pass(0)
         await self.inner.touch(keys)
@@ -172,15 +179,17 @@ class FaultyDisk:
 class FakeEngine:
     """Plays the engine's part on a store in host memory: no model, but bytes that can be checked.
 
-    A block's content is a digest of all tokens up to its end, as K and V depend on them. Every
-    block that a lease claims to have cached is compared with that.
+    Each position of a block holds a digest of all tokens up to it, as K and V depend on them. Every
+    position that a lease claims to have cached is compared with that.
     """
 
     def __init__(self, store: BlockStore) -> None:
         assert isinstance(store.device, HostPool)
         self.store = store
-        self._rows = store.device.rows
         self._block_size = store.layout.block_size
+        runs = store.layout.num_layers * 2
+        # [num_blocks, layers and K or V, position, bytes]
+        self._rows = store.device.rows.reshape(store.device.capacity, runs, self._block_size, -1)
 
     def start(self, token_ids: Sequence[int], salt: str = "") -> Lease:
         """Look up and reserve until the lease is ready; waits for transfers.
@@ -220,9 +229,9 @@ class FakeEngine:
                 self.store.flush(1.0)
 
     def compute(self, lease: Lease, token_ids: Sequence[int]) -> None:
-        """Fill the blocks the lease has not cached, and commit."""
-        for position in range(lease.num_cached, len(token_ids) // self._block_size):
-            self._rows[lease.block_ids[position]] = self._content(token_ids, position)
+        """Fill the positions the lease has not cached, and commit."""
+        for at in range(lease.num_cached_tokens(self._block_size), len(token_ids)):
+            self._position(lease, at)[:] = self._content(token_ids, at)
         self.store.commit(lease, encode_tokens(token_ids), len(token_ids))
 
     def run(self, token_ids: Sequence[int], salt: str = "") -> Lookup:
@@ -233,11 +242,15 @@ class FakeEngine:
         return lease.lookup
 
     def check_cached(self, lease: Lease, token_ids: Sequence[int]) -> None:
-        for position in range(lease.num_cached):
-            row = self._rows[lease.block_ids[position]]
-            assert (row == self._content(token_ids, position)).all(), "a wrong block was served"
+        for at in range(lease.num_cached_tokens(self._block_size)):
+            served = self._position(lease, at)
+            assert (served == self._content(token_ids, at)).all(), "a wrong block was served"
 
-    def _content(self, token_ids: Sequence[int], position: int) -> npt.NDArray[np.uint8]:
-        tokens = encode_tokens(token_ids[: (position + 1) * self._block_size])
-        digest = np.frombuffer(sha256(tokens).digest(), np.uint8)
-        return np.resize(digest, self._rows.shape[1])
+    def _position(self, lease: Lease, at: int) -> npt.NDArray[np.uint8]:
+        """The bytes of one position, in all layers."""
+        block, offset = divmod(at, self._block_size)
+        return self._rows[lease.block_ids[block], :, offset]
+
+    def _content(self, token_ids: Sequence[int], at: int) -> npt.NDArray[np.uint8]:
+        digest = sha256(encode_tokens(token_ids[: at + 1])).digest()
+        return np.resize(np.frombuffer(digest, np.uint8), self._rows.shape[-1])

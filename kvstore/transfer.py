@@ -46,6 +46,14 @@ class PendingWrite:
     source: int | memoryview
 
 
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """What disk holds of a prefix, and some of the children of the last block it holds."""
+
+    entries: list[DiskEntry]
+    below: list[BlockRef]
+
+
 class TransferLoop:
     """Moves blocks for one owner. Created, called and closed by the owner thread.
 
@@ -115,9 +123,9 @@ class TransferLoop:
     def has_completions(self) -> bool:
         return bool(self._completions)
 
-    def probe(self, refs: Sequence[BlockRef], done: Done[list[DiskEntry]]) -> None:
-        assert self._disk is not None
-        self._submit(self._disk.probe(refs), done)
+    def probe(self, refs: Sequence[BlockRef], below: bool, done: Done[Probed]) -> None:
+        """Find the longest run of ``refs`` on disk, and with ``below`` what hangs on its end."""
+        self._submit(self._probe(refs, below), done)
 
     def read(
         self,
@@ -188,6 +196,14 @@ class TransferLoop:
             outcome.__cause__ = error
         self._completions.append((done, outcome, self._clock()))
         self._on_completion()
+
+    async def _probe(self, refs: Sequence[BlockRef], below: bool) -> Probed:
+        assert self._disk is not None
+        entries = await self._disk.probe(refs)
+        if not below:
+            return Probed(entries, [])
+        end = refs[len(entries) - 1].key if entries else refs[0].parent
+        return Probed(entries, await self._disk.children(end))
 
     async def _promote(self, host_ids: Sequence[int], block_ids: Sequence[int], fence: Any) -> None:
         assert self._host is not None

@@ -170,8 +170,10 @@ class WriteBehind:
     def _settle(self, slot: int, outcome: PutOutcome) -> None:
         match outcome:
             case PutOutcome.STORED:
+                self._index.is_written[slot] = 1
                 self._count(written_blocks=1, written_bytes=self._block_bytes)
             case PutOutcome.PRESENT:
+                self._index.is_written[slot] = 1
                 self._count(already_on_disk=1)
             case PutOutcome.FULL:
                 self._count(unwritten_blocks=1)

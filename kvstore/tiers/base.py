@@ -110,6 +110,9 @@ class DiskTier(Protocol):
     async def probe(self, refs: Sequence[BlockRef]) -> list[DiskEntry]:
         """Entries of the longest run of ``refs``, from the first on, that disk holds."""
 
+    async def children(self, parent: bytes) -> list[BlockRef]:
+        """Some of the blocks that hang on a block or seed."""
+
     async def read(self, reads: Sequence[BlockRead]) -> list[KVStoreError | None]:
         """Fill every ``dst`` with checked bytes; what went wrong stands in its place."""
 

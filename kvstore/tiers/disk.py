@@ -28,6 +28,9 @@ class LmdbTier:
     async def probe(self, refs: Sequence[BlockRef]) -> list[DiskEntry]:
         return await self._run(self._readers, self._disk.probe, refs)
 
+    async def children(self, parent: bytes) -> list[BlockRef]:
+        return await self._run(self._readers, self._disk.children, parent)
+
     async def read(self, reads: Sequence[BlockRead]) -> list[KVStoreError | None]:
         parts = [
             reads[start : start + _BLOCKS_A_READ_TASK]

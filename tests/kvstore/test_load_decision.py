@@ -20,10 +20,13 @@ class Scene:
     A step takes 1 ms a token: 0.4 s for the prompt.
     """
 
-    def __init__(self, make_engine, *, policy="auto", uniform=lambda: 0.5, **options):
+    def __init__(
+        self, make_engine, *, policy="auto", uniform=lambda: 0.5, steps_are_measured=True, **options
+    ):
         self.clock = FakeClock()
         self.cost = CostModel(policy, chunk_tokens=64, clock=self.clock, uniform=uniform)
         self.cost.start_from(DISK, LoadEstimate(1e-6, WELL))
+        self.steps_are_measured = steps_are_measured
         self.disk = FaultyDisk(MemoryDisk())
         self.disk.bytes_per_s, self.disk.sleep = WELL, self.pass_time
         self.engine = make_engine(
@@ -50,7 +53,8 @@ class Scene:
             num_tokens = min(64, len(token_ids) - start)
             context = num_tokens * start + num_tokens * (num_tokens - 1) / 2
             self.clock.advance(0.001 * num_tokens)
-            self.cost.observe_step(num_tokens, context, 0.001 * num_tokens)
+            if self.steps_are_measured:
+                self.cost.observe_step(num_tokens, context, 0.001 * num_tokens)
         self.engine.compute(lease, token_ids)
         assert num_computed == len(token_ids) - 4 * lease.num_cached
         num_cached = lease.num_cached
@@ -106,8 +110,7 @@ def test_a_disk_that_is_still_slow_costs_the_request_that_tries_it_little(make_e
 
 
 def test_loading_is_tried_with_nothing_known_of_computing(make_engine):
-    scene = Scene(make_engine)
-    scene.cost = scene.store.cost = CostModel(clock=scene.clock)
+    scene = Scene(make_engine, steps_are_measured=False)
     scene.disk.bytes_per_s = SLOW
     assert scene.ask_from_disk()[0].reason is LoadReason.UNFITTED
 

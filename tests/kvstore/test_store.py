@@ -63,10 +63,10 @@ def test_a_failed_reservation_changes_nothing(make_engine):
     engine = make_engine(6)
     engine.run(A + B + END)
     held = engine.start(C + END)
-    order = list(engine.store.index.device_lru)
+    order = list(engine.store.policy.victims())
     with pytest.raises(OutOfBlocksError):
         engine.store.reserve(engine.look_up(A + B + [5] * 12), 20)
-    assert list(engine.store.index.device_lru) == order
+    assert list(engine.store.policy.victims()) == order
     assert engine.store.check() == []
     engine.store.release(held)
 

@@ -22,9 +22,9 @@ from hypothesis.stateful import (
 
 from kvstore.block import BlockLayout
 from kvstore.config import StoreConfig
-from kvstore.errors import CorruptBlockError, OutOfBlocksError
+from kvstore.errors import CapacityError, CorruptBlockError, OutOfBlocksError
 from kvstore.hashing import namespace_id
-from kvstore.lease import Lease
+from kvstore.lease import Lease, Pin
 from kvstore.store import BlockStore
 from kvstore.testing import FakeClock, FakeEngine, FaultyDisk, MemoryDisk
 from kvstore.tiers.host import HostPool
@@ -60,13 +60,19 @@ class StoreMachine(RuleBasedStateMachine):
         host=st.sampled_from([0, 2, 9]),
         has_disk=st.booleans(),
         capacity=st.sampled_from([6, 1000]),
-        policy=st.sampled_from(["write_behind", "write_through", "write_back"]),
+        write_policy=st.sampled_from(["write_behind", "write_through", "write_back", "min_hits"]),
+        policy=st.sampled_from(["lru", "slru", "s3-fifo"]),
+        min_partial=st.sampled_from([1, 2]),
     )
-    def open(self, device, host, has_disk, capacity, policy):
-        self.sizes, self.policy = (device, host), policy
+    def open(self, device, host, has_disk, capacity, write_policy, policy, min_partial):
+        self.sizes = device, host
+        self.config = StoreConfig(
+            write_policy=write_policy, policy=policy, min_partial_tokens=min_partial
+        )
         self.clock = FakeClock()
         self.memory = MemoryDisk(capacity) if has_disk else None
         self.held: list[Entry] = []
+        self.pins: list[Pin] = []
         self.open_store()
 
     def open_store(self):
@@ -78,7 +84,7 @@ class StoreMachine(RuleBasedStateMachine):
             HostPool(device, LAYOUT.block_bytes),
             host_blocks=host,
             disk=self.disk,
-            config=StoreConfig(write_policy=self.policy),
+            config=self.config,
             clock=self.clock,
         )
         self.engine = FakeEngine(self.store)
@@ -149,6 +155,41 @@ class StoreMachine(RuleBasedStateMachine):
             self.held.remove(entry)
             self.store.release(entry.lease)
 
+    @rule(entry=leases)
+    def give_up(self, entry):
+        """Wait no longer for the blocks on their way: reserve again, without them."""
+        if entry in self.held and not entry.lease.is_ready:
+            lookup = entry.lease.lookup
+            self.store.give_up(entry.lease)
+            self.give_back(entry)
+            with contextlib.suppress(OutOfBlocksError):
+                entry.lease = self.store.reserve(lookup, len(entry.tokens))
+                self.held.append(entry)
+
+    @rule(entry=leases, priority=st.integers(-1, 1), ttl=st.sampled_from([None, 1.0]))
+    def prefer(self, entry, priority, ttl):
+        if entry in self.held and entry.lease.is_ready:
+            self.store.prefer(entry.lease, priority, ttl)
+
+    @rule(tokens=PROMPTS)
+    def prefetch(self, tokens):
+        self.store.prefetch(self.encode(tokens))
+
+    @rule(tokens=PROMPTS)
+    def pin(self, tokens):
+        with contextlib.suppress(CapacityError):
+            self.pins.append(self.store.pin(self.store.lookup(self.encode(tokens), peek=True)))
+
+    @rule(choice=st.integers(0, 100))
+    def unpin(self, choice):
+        if self.pins:
+            self.pins.pop(choice % len(self.pins)).release()
+
+    @invariant()
+    def no_pinned_block_is_lost(self):
+        index = self.store.index
+        assert all(index.key[slot] for slot in self.store.pinned_slots())
+
     @rule()
     def poll(self):
         self.store.poll()
@@ -204,6 +245,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.release_disk()
         for entry in list(self.held):
             self.give_back(entry)
+        self.pins.clear()
         self.store.close(10.0)
         self.open_store()
 

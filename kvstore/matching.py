@@ -1,0 +1,171 @@
+"""Matching: how much of a prefix can be reused, and from where.
+
+Full blocks are found by their keys. For the tokens after them, the cached block that begins with
+most of them gives its first positions: a radix tree's reuse with a hash table's simplicity.
+Every match is confirmed by tokens.
+"""
+
+from collections import Counter
+from itertools import islice
+
+from kvstore.block import BlockLayout, TierName
+from kvstore.config import StoreConfig
+from kvstore.cost import CostModel, LoadReason
+from kvstore.hashing import chain_keys, chain_seed, salt_digest
+from kvstore.index import FAILED, LOADING, NONE, VALID, BlockIndex
+from kvstore.lease import Lookup, PartialMatch
+
+_MOST_SIBLINGS = 64  # newest first; a document may have thousands of questions below it
+_LOADS_ALL = (LoadReason.ALWAYS, LoadReason.UNFITTED, LoadReason.LOAD, LoadReason.SMALL_GAIN)
+
+
+class Matcher:
+    """Reads the index and the cost model. Owner thread only.
+
+    loading_from   source tier of each slot whose device copy is on its way
+    """
+
+    def __init__(
+        self,
+        index: BlockIndex,
+        cost: CostModel,
+        loading_from: dict[int, TierName],
+        layout: BlockLayout,
+        namespace: bytes,
+        config: StoreConfig,
+    ) -> None:
+        self._index = index
+        self._cost = cost
+        self._loading_from = loading_from
+        self._layout = layout
+        self._namespace = namespace
+        self._min_partial = config.min_partial_tokens
+        self._seeds: dict[str, tuple[bytes, bytes]] = {}
+
+    def prefix(self, tokens: bytes, salt: str, *, is_counted: bool) -> Lookup:
+        """A lookup of ``tokens``, all of which may be reused, matched against memory."""
+        if salt not in self._seeds:
+            if len(self._seeds) > 1024:  # salts come from outside: forget them now and then
+                self._seeds.clear()
+            self._seeds[salt] = chain_seed(self._namespace, salt), salt_digest(salt)
+        seed, digest = self._seeds[salt]
+        run_bytes = 4 * self._layout.block_size
+        keys = chain_keys(seed, tokens, run_bytes)
+        end = len(keys) * run_bytes
+        runs = [tokens[start : start + run_bytes] for start in range(0, end, run_bytes)]
+        lookup = Lookup(keys, runs, tokens[end:], seed, digest, is_counted)
+        self.note_sources(lookup)
+        return lookup
+
+    def note_sources(self, lookup: Lookup) -> None:
+        """Write down where further blocks of the prefix are now."""
+        for position in range(len(lookup.sources), len(lookup.keys)):
+            source = self._source(lookup, position)
+            if source is None:
+                break
+            lookup.sources.append(source)
+
+    def walk(self, lookup: Lookup) -> list[int]:
+        """Slots of the blocks that can be reused now, NONE for one that only disk holds."""
+        self.note_sources(lookup)
+        index, slots, cut = self._index, [], self._cut(lookup)
+        for position, key in enumerate(lookup.keys):
+            slot = index.slots.get(key, NONE)
+            if slot != NONE and index.tokens[slot] != lookup.runs[position]:
+                break
+            may_load = position < cut and key not in lookup.given_up
+            if slot != NONE and index.device[slot] != NONE:
+                state = index.loading[slot]
+                if state == FAILED or (state == LOADING and not may_load):
+                    break
+            elif not may_load or (slot == NONE and key not in lookup.on_disk):
+                break
+            slots.append(slot)
+        return slots
+
+    def partial(self, lookup: Lookup, num_cached: int) -> PartialMatch | None:
+        """The block that gives its head to the one after the first ``num_cached``."""
+        is_inside = num_cached < len(lookup.keys)
+        wanted = lookup.runs[num_cached] if is_inside else lookup.tail
+        if len(wanted) // 4 < self._min_partial:
+            return None
+        assert lookup.decision is not None
+        may_load = lookup.decision.reason in _LOADS_ALL
+        index, parent = self._index, lookup.parent(num_cached)
+        best: PartialMatch | None = None
+        for slot in islice(index.children(parent), _MOST_SIBLINGS):
+            num_tokens = _num_equal(index.tokens[slot], wanted)
+            if num_tokens < self._min_partial or num_tokens == self._layout.block_size:
+                continue
+            if index.device[slot] != NONE and index.loading[slot] == VALID:
+                tier = TierName.DEVICE
+            elif index.host[slot] != NONE and may_load:
+                tier = TierName.HOST
+            else:
+                continue
+            if best is None or (num_tokens, tier is TierName.DEVICE) > (
+                best.num_tokens,
+                best.tier is TierName.DEVICE,
+            ):
+                best = PartialMatch(index.ref(slot), slot, tier, num_tokens)
+        return best or self._partial_on_disk(lookup, parent, wanted, may_load)
+
+    def _partial_on_disk(
+        self, lookup: Lookup, parent: bytes, wanted: bytes, may_load: bool
+    ) -> PartialMatch | None:
+        """A whole block is read for its head: worth it for half of one."""
+        least = max(self._min_partial, self._layout.block_size // 2)
+        refs = [ref for ref in lookup.below if ref.parent == parent] if may_load else []
+        best = max(refs, key=lambda ref: _num_equal(ref.tokens, wanted), default=None)
+        if best is None or best.key in lookup.given_up:
+            return None
+        num_tokens = _num_equal(best.tokens, wanted)
+        if not least <= num_tokens < self._layout.block_size:
+            return None
+        return PartialMatch(best, NONE, TierName.DISK, num_tokens)
+
+    def _source(self, lookup: Lookup, position: int) -> TierName | None:
+        """The fastest tier that holds a block now, as far as this lookup knows."""
+        index, key = self._index, lookup.keys[position]
+        slot = index.slots.get(key, NONE)
+        if slot != NONE and index.tokens[slot] == lookup.runs[position]:
+            if index.device[slot] != NONE and index.loading[slot] != FAILED:
+                return self._loading_from.get(slot, TierName.DEVICE)
+            if index.host[slot] != NONE:
+                return TierName.HOST
+        return TierName.DISK if key in lookup.on_disk else None
+
+    def _cut(self, lookup: Lookup) -> int:
+        """Blocks at the front that may be loaded; after them only what the device holds is used.
+
+        Decided once for a lookup, and again when more is found or a probe has ended.
+        """
+        num_blocks = len(lookup.sources)
+        if lookup.decision is None or lookup.decision.num_blocks < num_blocks:
+            sources, queued = lookup.sources, {}
+            if sources.count(TierName.DEVICE) < num_blocks:
+                now = (self._source(lookup, position) for position in range(num_blocks))
+                sources = [source or TierName.DISK for source in now]
+                slots = (self._index.slots.get(key, NONE) for key in lookup.keys[:num_blocks])
+                ours = Counter(self._loading_from.get(slot) for slot in slots)
+                queued = {
+                    tier: self._cost.queued_bytes(tier) - ours[tier] * self._layout.block_bytes
+                    for tier in (TierName.HOST, TierName.DISK)
+                }
+            lookup.decision = self._cost.choose(
+                sources,
+                block_tokens=self._layout.block_size,
+                block_bytes=self._layout.block_bytes,
+                queued_bytes=queued,
+                may_probe=not lookup.has_probed,
+            )
+        return lookup.decision.cut_blocks
+
+
+def _num_equal(tokens: bytes, wanted: bytes) -> int:
+    """Leading tokens that are equal."""
+    end = min(len(tokens), len(wanted))
+    if tokens[:end] == wanted[:end]:
+        return end // 4
+    first = next(i for i in range(end) if tokens[i] != wanted[i])
+    return first // 4
