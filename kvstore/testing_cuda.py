@@ -52,11 +52,10 @@ class FakeCudaRuntime:
 
     # ---- what the test does --------------------------------------------------------------------
 
-    def run(self, stream: FakeStream | None = None) -> None:
-        """Let the device work until nothing can go on, on all streams that are not held, or, held
-        or not, on one stream alone."""
+    def run(self) -> None:
+        """Let the device work, on all streams that are not held, until nothing can go on."""
         with self._lock:
-            while self._step([stream] if stream else self._free_streams()):
+            while self._step(self._free_streams()):
                 pass
 
     @property
@@ -66,7 +65,7 @@ class FakeCudaRuntime:
             return any(s.work for s in self.streams) and not self._ready(self._free_streams())
 
     def run_one(self, stream: FakeStream) -> None:
-        """The next piece of work of one stream, which must not have to wait."""
+        """The next piece of work of one stream, held or not. It must not have to wait."""
         with self._lock:
             assert self._step([stream]), "the stream is empty, or waits for another"
 

@@ -69,9 +69,8 @@ class Bench:
         self.pool = CudaPool(num_blocks, layout, torch.device(device))
         self.device = self.pool.tensor.view(num_blocks, -1).view(torch.uint8)
         self.rows = HostPool(num_rows, layout.block_bytes).rows
-        for block in range(num_blocks):
-            self.device[block] = block + 1
-        self.rows[:] = 100 + np.arange(num_rows, dtype=np.uint8)[:, None]
+        self.device[:] = torch.arange(1, num_blocks + 1, device=device).remainder(251)[:, None]
+        self.rows[:] = (np.arange(100, 100 + num_rows) % 251)[:, None]
         self.copier = CudaCopier(self.pool, runtime=self.runtime)
         self.copier.adopt(self.rows)
         if isinstance(self.runtime, FakeCudaRuntime):
@@ -547,23 +546,34 @@ def test_a_broken_device_fails_the_load_and_not_the_request(make_engine):
     assert engine.store.check() == []
 
 
-# ---- a real device ------------------------------------------------------------------------------
+# ---- many blocks, on a device where there is one ------------------------------------------------
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda:0",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+            ],
+        ),
+    ],
+)
 @LAYOUTS
-def test_copies_on_a_device_arrive(layout):
-    runtime = TorchCudaRuntime(torch.device("cuda:0"))
-    bench = Bench(layout, runtime, num_blocks=600, num_rows=600, device="cuda:0")
-    bench.device[:] = torch.arange(600, device="cuda:0").remainder(251)[:, None]
+@pytest.mark.parametrize("are_rows_adjacent", [True, False], ids=["adjacent", "scattered"])
+def test_blocks_leave_and_come_back(layout, device, are_rows_adjacent):
+    runtime = FakeCudaRuntime() if device == "cpu" else TorchCudaRuntime(torch.device(device))
+    bench = Bench(layout, runtime, num_blocks=300, num_rows=300, device=device)
     choose = random.Random(0)
-    blocks, rows = choose.sample(range(600), 300), sorted(choose.sample(range(600), 300))
+    blocks, targets = choose.sample(range(300), 200), choose.sample(range(300), 200)
+    rows = list(range(200)) if are_rows_adjacent else choose.sample(range(300), 200)
+    expected = [(block + 1) % 251 for block in blocks]
     asyncio.run(bench.copy_out(blocks, rows))
-    assert bench.on_host(rows) == [block % 251 for block in blocks]
-    targets = choose.sample(range(600), 300)
+    assert bench.on_host(rows) == expected
     asyncio.run(bench.copy_in(rows, targets))
-    torch.cuda.synchronize()
-    assert bench.on_device(targets) == [block % 251 for block in blocks]
+    assert bench.on_device(targets) == expected
     assert bench.copier.stats().reason == ""
     bench.copier.close()
