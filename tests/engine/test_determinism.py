@@ -136,13 +136,12 @@ def test_chunks_and_decodes_of_one_step_do_not_touch_each_other(loaded):
 def test_a_token_has_the_same_keys_whatever_follows_it(kind):
     """Unpadded, the last chunk of a prompt would round as its length has it. A mixture of experts
     is left out: what a token shares an expert with, its padding included, decides the rounding."""
-    loaded = make_loaded(kind)
-    short, long = Pool(loaded), Pool(loaded)
+    loaded = make_loaded(kind, torch.float32)
     tokens, table = prompt(0, CHUNK), list(range(CHUNK // 16))
-    read(short, tokens[:37], table)
+    short, long = Pool(loaded), Pool(loaded)
+    read(short, tokens[:3], table)
     read(long, tokens, table)
-    whole = 37 // 16
-    assert torch.equal(short.tensor[:whole], long.tensor[:whole])
+    assert torch.equal(short.tensor[0, :, :, :3], long.tensor[0, :, :, :3])
 
 
 def test_a_step_that_wants_no_logits_gives_none(loaded):
