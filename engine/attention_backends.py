@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from engine.attention_libraries import load_library
 from engine.determinism import DECODE_SPLIT
 from engine.forward_context import AttentionBackend
 from kernels import checks, reference
@@ -18,7 +19,8 @@ from kernels.paged_prefill import paged_prefill
 from kvstore.block import BlockLayout
 from kvstore.errors import ConfigError
 
-BACKENDS = ("auto", "torch", "triton")
+LIBRARIES = ("flash_attn", "flashinfer")
+BACKENDS = ("auto", "torch", "triton", *LIBRARIES)
 
 
 def find_backend(
@@ -26,15 +28,27 @@ def find_backend(
 ) -> AttentionBackend:
     """The kernels for ``attention_backend=name``.
 
-    auto    the Triton kernels on CUDA, their torch twins elsewhere and for a head_dim that the
-            kernels do not offer
-    torch   the torch twins on any device
-    triton  the Triton kernels; without CUDA they need TRITON_INTERPRET=1
+    auto        the Triton kernels on CUDA, their torch twins elsewhere and for a head_dim that the
+                kernels do not offer. On CUDA ``engine.backend_choice`` may find a faster library
+    torch       the torch twins on any device
+    triton      the Triton kernels; without CUDA they need TRITON_INTERPRET=1
+    flash_attn, flashinfer
+                these libraries, where they are installed; on CUDA
 
-    ``is_deterministic``: a decoded token has the same bits whatever else is in its batch.
+    ``is_deterministic``: a decoded token has the same bits whatever else is in its batch, which our
+    own kernels alone promise. Raises ``ConfigError`` for what cannot be had.
     """
     if name not in BACKENDS:
         raise ConfigError(f"attention_backend: expected one of {', '.join(BACKENDS)}, got {name!r}")
+    if name in LIBRARIES:
+        if is_deterministic:
+            raise ConfigError(f"deterministic: {name} does not promise it; use auto or triton")
+        if device.type != "cuda":
+            raise ConfigError(
+                f"attention_backend: {name} needs a CUDA device, not {device}; use auto or torch"
+            )
+        library = load_library(name, layout)
+        return AttentionBackend(name, write_kv, library.paged_prefill, library.paged_decode)
     launchers_run_triton = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
     if name == "triton" and not launchers_run_triton:
         raise ConfigError(

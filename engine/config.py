@@ -39,6 +39,9 @@ class EngineConfig:
     disk_cache              directory of the disk tier, None for no disk tier
     disk_cache_size         bytes the directory may take; belongs to the directory
     max_num_batched_tokens  tokens of one forward; longer prompts are prefilled in chunks
+    attention_backend       kernels of attention: ours in Triton, their torch twins, or a library
+                            that is installed; "auto": ours, or what is measured to be faster
+    deterministic           logits have the same bits, whether a prefix was cached or not; slower
     store_config            ``kvstore.config.StoreConfig`` or a mapping of its fields
     """
 
@@ -65,7 +68,7 @@ class EngineConfig:
     write_policy: Literal["write_behind", "write_through", "write_back", "min_hits"] = (
         "write_behind"
     )
-    attention_backend: str = "auto"
+    attention_backend: Literal["auto", "torch", "triton", "flash_attn", "flashinfer"] = "auto"
     deterministic: bool = False
     store_config: StoreConfig | Mapping[str, Any] | None = None
 
