@@ -7,6 +7,7 @@ pools and arrays directly, not through the code it checks.
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from kvstore.block import TierName
 from kvstore.index import NONE, VALID
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 def check(store: "BlockStore") -> list[str]:
     """Sentences, one for each violated invariant; empty when all hold."""
-    return [*_slots(store), *_ids(store), *_users(store), *_orders(store)]
+    return [*_slots(store), *_ids(store), *_users(store), *_orders(store), *_events(store)]
 
 
 def _slots(store: "BlockStore") -> list[str]:
@@ -92,4 +93,21 @@ def _orders(store: "BlockStore") -> list[str]:
             wrong.append("an order's links are broken")
         if any(not index.key[slot] for slot in members):
             wrong.append("an order holds an unused slot")
+    return wrong
+
+
+def _events(store: "BlockStore") -> list[str]:
+    """What came to a memory tier and did not leave it is there."""
+    index, log, wrong = store.index, store.events, []
+    held = {
+        TierName.DEVICE: sum(
+            index.device[slot] != NONE and index.loading[slot] == VALID
+            for slot in index.used_slots()
+        ),
+        TierName.HOST: sum(index.host[slot] != NONE for slot in index.used_slots()),
+    }
+    for tier, count in held.items():
+        stayed = log.stored_blocks[tier] - log.removed_blocks[tier]
+        if stayed != count:
+            wrong.append(f"{tier}: {stayed} blocks were stored and not removed, {count} are there")
     return wrong

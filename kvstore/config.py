@@ -115,6 +115,7 @@ class StoreConfig(DiskConfig):
     staging_bytes: int = 64 << 20  # buffer between disk and a device the processor cannot address
     write_bytes_per_s: float = 1 << 30  # most that cleaning writes to disk
     promote_deadline_s: float | None = None  # after this long a request computes instead
+    event_file: str | os.PathLike[str] | None = None  # what happens to blocks is appended here
 
     def __post_init__(self) -> None:
         DiskConfig.__post_init__(self)

@@ -11,8 +11,10 @@ never leaves the slowest memory tier.
 from collections.abc import Callable, Set
 from itertools import islice
 
+from kvstore.block import TierName
 from kvstore.config import StoreConfig
 from kvstore.errors import KVStoreError
+from kvstore.events import EventLog
 from kvstore.index import NONE, VALID, BlockIndex
 from kvstore.policy import POLICIES, Prioritised
 from kvstore.tiers.base import BlockPool
@@ -34,8 +36,10 @@ class Evictor:
         write_behind: WriteBehind,
         config: StoreConfig,
         clock: Callable[[], float],
+        events: EventLog,
     ) -> None:
         self._index = index
+        self._events = events
         make_policy = POLICIES[config.policy]
         self.policy = Prioritised(lambda: make_policy(index, device.capacity), clock)
         self.pins: dict[int, int] = {}  # by slot: holds against being lost
@@ -93,6 +97,8 @@ class Evictor:
         assert index.refcount[slot] == index.transfers[slot] == 0, "a victim is in use"
         if slot in self.policy:
             self.policy.drop(slot)
+        if index.loading[slot] == VALID:
+            self._events.removed(TierName.DEVICE, slot)
         self._device.free(index.device[slot])
         index.device[slot] = NONE
         index.loading[slot] = VALID
@@ -103,6 +109,7 @@ class Evictor:
         index = self._index
         assert self._host is not None
         assert index.transfers[slot] == 0, "a copy from or to the host block is under way"
+        self._events.removed(TierName.HOST, slot)
         index.host_lru.remove(slot)
         self._host.free(index.host[slot])
         index.host[slot] = NONE
@@ -193,6 +200,7 @@ class Evictor:
                     index.host[slot] = host_id
                     index.host_lru.append(slot)
                     self.demoted_blocks += 1
+                    self._events.stored(TierName.HOST, slot)
                 else:
                     host.free(host_id)
 

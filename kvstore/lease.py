@@ -26,6 +26,7 @@ class Lookup:
     given_up       keys whose load failed or came too late for this request: never tried again
     sources        tier that held each block of the prefix when the request was matched or probed
     is_counted     whether its hits are part of the store's statistics
+    num_tokens     of the whole prompt
     decision       how much of the prefix is loaded and how much computed, once that is known
     has_probed     whether a slow tier was tried for this request
     """
@@ -36,6 +37,7 @@ class Lookup:
     seed: bytes
     salt: bytes
     is_counted: bool = True
+    num_tokens: int = 0
     state: LookupState = LookupState.READY
     on_disk: set[bytes] = field(default_factory=set)
     below: list[BlockRef] = field(default_factory=list)

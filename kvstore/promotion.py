@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from kvstore.block import BlockLayout, BlockRef, TierName
 from kvstore.cost import CostModel
 from kvstore.errors import KVStoreError
+from kvstore.events import EventLog
 from kvstore.eviction import Evictor
+from kvstore.histogram import Histogram
 from kvstore.index import FAILED, LOADING, NONE, VALID, BlockIndex
 from kvstore.lease import Lease
 from kvstore.tiers.base import BlockCopier, BlockPool
@@ -41,8 +43,10 @@ class Promoter:
         cost: CostModel,
         layout: BlockLayout,
         clock: Callable[[], float],
+        events: EventLog,
     ) -> None:
         self._index = index
+        self._events = events
         self._device = device
         self._copier = copier
         self._transfer = transfer
@@ -57,6 +61,8 @@ class Promoter:
         self.abandoned: set[int] = set()
         self.promoted_blocks: Counter[str] = Counter()
         self.failed_loads: Counter[str] = Counter()
+        self.seconds = {tier: Histogram() for tier in (TierName.HOST, TierName.DISK)}
+        self.queue_seconds = {tier: Histogram() for tier in (TierName.HOST, TierName.DISK)}
 
     def fill(self, lease: Lease, slots: Sequence[int], fresh: Iterator[int]) -> None:
         """Put the prefix into the lease, and start moving what is not on the device.
@@ -164,13 +170,12 @@ class Promoter:
 
         def done(outcome: Outcome) -> None:
             outcomes = outcome if isinstance(outcome, list) else [outcome] * num_blocks
-            self._cost.end_load(
-                tier,
-                num_bytes,
-                began_at=began_at,
-                ended_at=self._transfer.finished_at,
-                is_good=None in outcomes,
+            ended_at = self._transfer.finished_at
+            queue_s = self._cost.end_load(
+                tier, num_bytes, began_at=began_at, ended_at=ended_at, is_good=None in outcomes
             )
+            self.seconds[tier].observe(ended_at - began_at)
+            self.queue_seconds[tier].observe(queue_s)
             end(outcomes)
 
         return done
@@ -181,6 +186,8 @@ class Promoter:
             index.transfers[slot] -= 1
             index.loading[slot] = VALID if error is None else FAILED
             self._count(self.loading_from.pop(slot), index.ref(slot), error)
+            if error is None:
+                self._events.stored(TierName.DEVICE, slot)
             for lease in self._waiting.pop(slot):
                 self._arrive(lease, index.key[slot], error)
             if index.refcount[slot] == 0:  # everybody gave up meanwhile

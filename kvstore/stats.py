@@ -1,8 +1,9 @@
 """What ``stats()`` returns: frozen snapshots, reading changes nothing."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from kvstore.histogram import NO_TIMES, HistogramStats
 from kvstore.write_behind import WriteCounters
 
 
@@ -10,10 +11,14 @@ from kvstore.write_behind import WriteCounters
 class TierStats:
     """One tier. Byte and block counts are exact at the time of the snapshot.
 
-    state    "ok", "off", "degraded" (host memory that is not page-locked: slower copies), or what
-             the disk tier says of itself ("read_only", "checking")
-    reason   why the state is not "ok", empty otherwise
-    hits     blocks that requests found here, the fastest tier that held them
+    state            "ok", "off", "degraded" (host memory that is not page-locked: slower copies),
+                     or what the disk tier says of itself ("read_only", "checking")
+    reason           why the state is not "ok", or what limits the tier; empty otherwise
+    hits             blocks that requests found here, the fastest tier that held them
+    evicted_blocks   blocks that left to make room for others
+    misses           blocks that neither a faster tier held nor this one
+    stored_blocks    blocks it came to hold since the store was opened; of disk, what this process
+    removed_blocks   wrote, and blocks that left it; of disk, what this process evicted or cleared
     """
 
     state: str
@@ -23,6 +28,9 @@ class TierStats:
     used_blocks: int
     hits: int
     evicted_blocks: int
+    misses: int = 0
+    stored_blocks: int = 0
+    removed_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +44,11 @@ class StoreStats:
     merged_blocks        computed twice, one copy kept
     unreachable_blocks   held in memory while an ancestor is in no tier
     load_decisions       reservations by what was decided about loading (``cost.LoadReason``)
+    block_bytes          of one block in memory
+    promote_seconds      how long loads took, by tier, and of that
+    queue_seconds        how long they waited behind other loads
+    write_seconds        how long writes to disk took, their waiting included
+    written_bytes_last_day   bytes written to disk in the last 24 hours, for the wear of its medium
     """
 
     tiers: Mapping[str, TierStats]
@@ -49,3 +62,8 @@ class StoreStats:
     written: WriteCounters
     pending_transfers: int
     load_decisions: Mapping[str, int]
+    block_bytes: int = 0
+    promote_seconds: Mapping[str, HistogramStats] = field(default_factory=dict)
+    queue_seconds: Mapping[str, HistogramStats] = field(default_factory=dict)
+    write_seconds: HistogramStats = NO_TIMES
+    written_bytes_last_day: int = 0

@@ -25,6 +25,8 @@ from kvstore.check import check
 from kvstore.config import StoreConfig
 from kvstore.cost import CostModel, LoadReason
 from kvstore.errors import CapacityError, KVStoreError, OutOfBlocksError, StoreClosedError
+from kvstore.event_file import EventFile
+from kvstore.events import EventLog
 from kvstore.eviction import Evictor
 from kvstore.hashing import block_key, chain_seed, salt_digest
 from kvstore.index import FAILED, LOADING, NONE, VALID, BlockIndex
@@ -53,6 +55,8 @@ class BlockStore:
     disk_off      why there is no disk tier although one was asked for
     cost          decides what is loaded and what is computed; by default by ``config.load_policy``
     on_event      called from the transfer thread when ``poll()`` has something to do
+
+    ``events`` is where to subscribe to what happens to blocks; ``poll()`` hands it over.
     """
 
     def __init__(
@@ -77,6 +81,11 @@ class BlockStore:
         self.device = device
         self.host = HostPool(host_blocks, layout.block_bytes) if host_blocks else None
         self.index = BlockIndex()
+        self.events = EventLog(self.index, namespace=namespace, block_size=layout.block_size)
+        self._event_file: EventFile | None = None
+        if self.config.event_file is not None:
+            self._event_file = EventFile(self.config.event_file)
+            self.events.subscribe(self._event_file)
         self._disk = disk
         self._disk_off = disk_off
         self._clock = clock
@@ -112,13 +121,29 @@ class BlockStore:
             namespace=namespace,
             block_bytes=layout.block_bytes,
             clock=clock,
+            events=self.events,
             on_broken=self._lose_disk,
         )
         self._evictor = Evictor(
-            self.index, device, self.host, self._transfer, self._write_behind, self.config, clock
+            self.index,
+            device,
+            self.host,
+            self._transfer,
+            self._write_behind,
+            self.config,
+            clock,
+            self.events,
         )
         self._promoter = Promoter(
-            self.index, device, copier, self._transfer, self._evictor, self.cost, layout, clock
+            self.index,
+            device,
+            copier,
+            self._transfer,
+            self._evictor,
+            self.cost,
+            layout,
+            clock,
+            self.events,
         )
         self._matcher = Matcher(
             self.index, self.cost, self._promoter.loading_from, layout, namespace, self.config
@@ -129,6 +154,7 @@ class BlockStore:
         self._looked_up = 0
         self._merged = 0
         self._hits: Counter[str] = Counter()
+        self._misses: Counter[str] = Counter()
         self._decided: Counter[str] = Counter()
 
     # ---- the life of a request -----------------------------------------------------------------
@@ -151,6 +177,7 @@ class BlockStore:
         self._check_open()
         most = len(tokens) // 4 - 1 if num_reusable is None else num_reusable
         lookup = self._matcher.prefix(tokens[: max(0, most) * 4], salt, is_counted=not peek)
+        lookup.num_tokens = len(tokens) // 4
         if len(lookup.sources) < len(lookup.keys) and self._reads_disk():
             lookup.state = LookupState.PROBING
             start = len(lookup.sources)
@@ -304,6 +331,7 @@ class BlockStore:
             self._advance_prefetches()
         self._write_behind.pump()
         self._evictor.pump()
+        self.events.flush()
         return count
 
     def has_events(self) -> bool:
@@ -345,6 +373,9 @@ class BlockStore:
             logger.warning("closed with unwritten blocks=%d", len(self.index.dirty))
         self._transfer.close()
         self._closed = True
+        self.events.flush()
+        if self._event_file is not None:
+            self._event_file.close()
 
     def reset(self, tier: TierName | None = None, salt: str | None = None) -> int:
         """Drop memory copies that nobody uses, of one tier or of both, of one salt or of all.
@@ -367,6 +398,9 @@ class BlockStore:
                 self._evictor.drop_device(slot)
             if tier in (None, TierName.HOST) and on_host:
                 self._evictor.drop_host(slot)
+        for each in (TierName.DEVICE, TierName.HOST):
+            if not skipped and tier in (None, each):
+                self.events.cleared(each, digest)
         return skipped
 
     def clear_disk(self, salt: str, done: Callable[[], None]) -> None:
@@ -375,7 +409,13 @@ class BlockStore:
         if self._disk is None:
             done()
             return
-        self._transfer.clear(chain_seed(self.namespace, salt), lambda outcome: done())
+
+        def end(outcome: int | KVStoreError) -> None:
+            if isinstance(outcome, int):
+                self.events.cleared(TierName.DISK, salt_digest(salt))
+            done()
+
+        self._transfer.clear(chain_seed(self.namespace, salt), end)
 
     def residency(self, lookup: Lookup) -> dict[TierName, int]:
         """Blocks of a looked-up prefix by the fastest tier that held them."""
@@ -419,6 +459,9 @@ class BlockStore:
                 used_blocks=used,
                 hits=self._hits[name],
                 evicted_blocks=evicted[name],
+                misses=self._misses[name],
+                stored_blocks=self.events.stored_blocks[name],
+                removed_blocks=self.events.removed_blocks[name],
             )
         tiers["disk"] = self._disk_stats()
         return StoreStats(
@@ -433,6 +476,13 @@ class BlockStore:
             written=self._write_behind.counters,
             pending_transfers=self._transfer.num_pending,
             load_decisions=dict(self._decided),
+            block_bytes=block_bytes,
+            promote_seconds={tier.value: h.stats() for tier, h in self._promoter.seconds.items()},
+            queue_seconds={
+                tier.value: h.stats() for tier, h in self._promoter.queue_seconds.items()
+            },
+            write_seconds=self._write_behind.seconds.stats(),
+            written_bytes_last_day=self._write_behind.bytes_last_day.total(),
         )
 
     # ---- matching ------------------------------------------------------------------------------
@@ -448,9 +498,19 @@ class BlockStore:
         lookup.state = LookupState.READY
 
     def _count_hits(self, lookup: Lookup) -> None:
-        if lookup.is_counted:
-            self._looked_up += len(lookup.keys)
-            self._hits.update(source.value for source in lookup.sources)
+        if not lookup.is_counted:
+            return
+        found, missing = Counter(lookup.sources), len(lookup.keys)
+        self._looked_up += missing
+        tiers = {TierName.DEVICE: self.device, TierName.HOST: self.host, TierName.DISK: self._disk}
+        for tier, is_on in tiers.items():
+            self._hits[tier] += found[tier]
+            missing -= found[tier]
+            if is_on:
+                self._misses[tier] += missing
+        self.events.matched(
+            lookup.keys, lookup.sources, num_tokens=lookup.num_tokens, salt=lookup.salt
+        )
 
     def _check_promotion_share(self, num_blocks: int, moving: int) -> None:
         """Waiting requests hold at most half of the device, or one of them holds what it needs."""
@@ -523,6 +583,8 @@ class BlockStore:
             self._merged += 1
             block_id = index.device[slot]
         is_new = index.device[slot] == index.host[slot] == NONE
+        if index.device[slot] == NONE:
+            self.events.stored(TierName.DEVICE, slot)
         index.device[slot] = block_id
         self._hold(slot)
         lease.slots.append(slot)
@@ -577,20 +639,21 @@ class BlockStore:
         self._disk_off = str(error)
         self._disk = None
         self._write_behind.clear()
+        self.events.cleared(TierName.DISK)
 
     def _disk_stats(self) -> TierStats:
-        if self._disk is None:
-            reason = self._disk_off or "disk_cache is not set"
-            return TierStats("off", reason, 0, 0, 0, self._hits["disk"], 0)
-        disk = self._disk.stats()
+        disk = self._disk.stats() if self._disk else None
         return TierStats(
-            state=disk.state,
-            reason=disk.reason or "",
-            capacity_bytes=disk.capacity_bytes,
-            used_bytes=disk.used_bytes,
-            used_blocks=disk.blocks,
+            state=disk.state if disk else "off",
+            reason=(disk.reason or "") if disk else self._disk_off or "disk_cache is not set",
+            capacity_bytes=disk.capacity_bytes if disk else 0,
+            used_bytes=disk.used_bytes if disk else 0,
+            used_blocks=disk.blocks if disk else 0,
             hits=self._hits["disk"],
-            evicted_blocks=disk.evictions,
+            evicted_blocks=disk.evictions if disk else 0,
+            misses=self._misses["disk"],
+            stored_blocks=self.events.stored_blocks["disk"],
+            removed_blocks=self.events.removed_blocks["disk"],
         )
 
     # ---- waiting -------------------------------------------------------------------------------

@@ -10,9 +10,11 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from kvstore.block import PutOutcome
+from kvstore.block import PutOutcome, TierName
 from kvstore.config import StoreConfig
 from kvstore.errors import KVStoreError
+from kvstore.events import EventLog
+from kvstore.histogram import Histogram, LastDay
 from kvstore.index import NONE, BlockIndex
 from kvstore.tiers.base import BlockPool
 from kvstore.transfer import PendingWrite, TransferLoop
@@ -44,6 +46,7 @@ class WriteBehind:
         namespace: bytes,
         block_bytes: int,
         clock: Callable[[], float],
+        events: EventLog,
         on_broken: Callable[[KVStoreError], None],
     ) -> None:
         self._index = index
@@ -54,12 +57,15 @@ class WriteBehind:
         self._namespace = namespace
         self._block_bytes = block_bytes
         self._clock = clock
+        self._events = events
         self._on_broken = on_broken
         self._urgent_before = -math.inf  # blocks dirty since then or longer are waited for
         self._filling = False  # between the high watermark and the low one
         self._num_in_flight = 0
         self._rewrites: dict[bytes, int] = {}
         self.counters = WriteCounters()
+        self.seconds = Histogram()  # of writes, their waiting included
+        self.bytes_last_day = LastDay(clock)
 
     @property
     def is_idle(self) -> bool:
@@ -139,7 +145,7 @@ class WriteBehind:
         return group
 
     def _write(self, slots: list[int]) -> None:
-        index = self._index
+        index, began_at = self._index, self._clock()
         writes = []
         for slot in slots:
             index.dirty.remove(slot)
@@ -156,6 +162,7 @@ class WriteBehind:
 
         def done(outcome: list[PutOutcome] | KVStoreError) -> None:
             self._num_in_flight = 0
+            self.seconds.observe(self._transfer.finished_at - began_at)
             for slot in slots:
                 index.transfers[slot] -= 1
             if isinstance(outcome, KVStoreError):
@@ -172,6 +179,8 @@ class WriteBehind:
             case PutOutcome.STORED:
                 self._index.is_written[slot] = 1
                 self._count(written_blocks=1, written_bytes=self._block_bytes)
+                self.bytes_last_day.add(self._block_bytes)
+                self._events.stored(TierName.DISK, slot)
             case PutOutcome.PRESENT:
                 self._index.is_written[slot] = 1
                 self._count(already_on_disk=1)

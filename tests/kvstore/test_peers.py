@@ -13,6 +13,7 @@ from kvstore.block import BlockLayout, BlockWrite, PutOutcome
 from kvstore.config import StoreConfig
 from kvstore.disk import DiskStore
 from kvstore.errors import CorruptBlockError, OutOfBlocksError
+from kvstore.events import BlockRemoved, BlockStored
 from kvstore.hashing import chain_keys, chain_refs, chain_seed, encode_tokens, namespace_id
 from kvstore.store import BlockStore
 from kvstore.testing import FakeEngine, FaultyDisk, MemoryDisk
@@ -363,7 +364,8 @@ def test_peers_19_blocks_come_back_from_every_tier_byte_for_byte(tmp_path):
 
 def test_peers_20_counters_add_up(make_engine):
     events = []
-    engine = make_engine(6, host_blocks=3, disk=MemoryDisk(), on_block_event=events.append)
+    engine = make_engine(6, host_blocks=3, disk=MemoryDisk())
+    engine.store.events.subscribe(events.extend)
     for prompt in (A, B, C, A, D, B, A):
         engine.run(prompt + [5] * 4 + END)
     engine.store.flush()
@@ -371,10 +373,11 @@ def test_peers_20_counters_add_up(make_engine):
     hits = sum(tier.hits for tier in stats.tiers.values())
     assert stats.looked_up_blocks == 14 >= hits > 0
     resident = {}
-    for event in events:
+    changes = [event for event in events if isinstance(event, BlockStored | BlockRemoved)]
+    for event in changes:
         for key in event.block_hashes:
             copy = (event.medium, key)
-            change = 1 if type(event).__name__ == "BlockStored" else -1
+            change = 1 if isinstance(event, BlockStored) else -1
             resident[copy] = resident.get(copy, 0) + change
             assert resident[copy] in (0, 1), "a copy was stored or removed twice"
     index = engine.store.index
