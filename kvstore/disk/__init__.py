@@ -4,6 +4,7 @@ A synchronous, thread-safe library of its own: needs numpy, lmdb, msgpack and xx
 torch, no asyncio, and nothing of the memory tiers.
 """
 
+from kvstore.disk.library import DiskCache, open_disk
 from kvstore.disk.store import DiskEntry, DiskStats, DiskStore
 
-__all__ = ["DiskEntry", "DiskStats", "DiskStore"]
+__all__ = ["DiskCache", "DiskEntry", "DiskStats", "DiskStore", "open_disk"]

@@ -3,8 +3,8 @@
 ``D/attached`` is the meeting point of all processes, one fixed slot of text each::
 
     slot 0   header: boot of the last unsynced writer, vanished holders in a row, a suspicion
-    slot 1…  one holder: pid, boot id, pid namespace, role; its last byte but one is "!" while
-             the holder is inside liblmdb, "." otherwise
+    slot 1…  one holder: pid, boot id, pid namespace, role; then a mark for each of its threads,
+             "!" while that is inside liblmdb, "." otherwise
 
 A holder keeps up to three kernel locks on it, which all end with the process, however it ends:
 ``flock(LOCK_SH)`` on the file (``LOCK_EX`` to compact, check or set aside); a record lock on its
@@ -32,10 +32,12 @@ from kvstore.errors import TierBrokenError
 ATTACH_FILE = "attached"
 SLOT_BYTES = 256
 NUM_SLOTS = 256
-_MARK = SLOT_BYTES - 2
+NUM_MARKS = 48
+_MAX_SUSPICION = 24  # a label, not a message: the slot is small
+_MARKS = SLOT_BYTES - NUM_MARKS - 1
 _WRITER_LOCK = 1 << 40  # a byte no slot reaches
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, pid
-_INSIDE, _OUTSIDE = ord("!"), ord(".")
+INSIDE, OUTSIDE = ord("!"), ord(".")
 
 
 def boot_id() -> str:
@@ -50,16 +52,19 @@ def pid_namespace() -> str:
     return "unknown"
 
 
-def _parse_slot(raw: bytes) -> tuple[dict[str, Any], int] | None:
-    """The slot's fields and its mark; None for an empty slot, no fields for an unreadable one."""
-    text = raw[:_MARK].strip(b"\0 \n")
+def _parse_slot(raw: bytes) -> tuple[dict[str, Any], bool] | None:
+    """A slot's fields, and whether a thread is marked inside.
+
+    None for an empty slot, no fields for an unreadable one.
+    """
+    text = raw[:_MARKS].strip(b"\0 \n")
     if not text:
         return None
     try:
         fields = json.loads(text)
     except ValueError:
         fields = None
-    return (fields if isinstance(fields, dict) else {}), raw[_MARK]
+    return (fields if isinstance(fields, dict) else {}), INSIDE in raw[_MARKS:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +88,10 @@ class Header:
 
 
 class Attachment:
-    """This process's hold on one directory. Not thread-safe, except ``set_inside``."""
+    """This process's hold on one directory. Not thread-safe, except for writing ``marks``.
+
+    A process that a damaged file kills leaves its marks behind: its successor knows why it died.
+    """
 
     def __init__(self, directory: Path, role: str, *, read_only: bool = False) -> None:
         """Open the file, create it where it is missing; takes no lock yet. Raises ``OSError``.
@@ -95,6 +103,7 @@ class Attachment:
         self._fd: int | None = None
         self._slot: int | None = None
         self._map: mmap.mmap | None = None
+        self.marks: memoryview | None = None  # NUM_MARKS bytes of our slot
         self.can_write = True
         path = directory / ATTACH_FILE
         try:
@@ -152,21 +161,19 @@ class Attachment:
             self._write_slot(slot, {**me, "role": self.role, "since": int(time.time())})
             assert self._fd is not None
             self._map = mmap.mmap(self._fd, SLOT_BYTES * NUM_SLOTS)
+            start = slot * SLOT_BYTES + _MARKS
+            self.marks = memoryview(self._map)[start : start + NUM_MARKS]
             self._slot = slot
             return
         raise TierBrokenError(f"{ATTACH_FILE}: more than {NUM_SLOTS - 1} holders", tier="disk")
 
-    def set_inside(self, is_inside: bool) -> None:
-        """Mark that a thread of this process is (or none is any longer) inside liblmdb.
-
-        A process that a damaged file kills leaves the mark behind, and its successor knows why.
-        """
-        if self._map is not None and self._slot is not None:
-            self._map[self._slot * SLOT_BYTES + _MARK] = _INSIDE if is_inside else _OUTSIDE
-
     def holders(self) -> list[Holder]:
         """The other processes that hold the directory now."""
         return [holder for holder, is_alive in self._others() if is_alive]
+
+    def describe_holders(self) -> str:
+        """For a message that says who is in the way."""
+        return ", ".join(map(str, self.holders())) or "another process"
 
     def vanished(self) -> list[Holder]:
         """Those that ended without saying so."""
@@ -185,13 +192,13 @@ class Attachment:
             text = _parse_slot(raw[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES])
             if slot == self._slot or not text:
                 continue
-            fields, mark = text
+            fields, was_inside = text
             holder = Holder(
                 slot,
                 int(fields.get("pid", 0)),
                 str(fields.get("pidns", "")),
                 str(fields.get("role", "unknown")),
-                mark == _INSIDE,
+                was_inside,
             )
             found.append((holder, self._is_locked(slot * SLOT_BYTES)))
         return found
@@ -213,7 +220,7 @@ class Attachment:
         fields = {
             "unsynced_boot": header.unsynced_boot,
             "vanished": header.num_vanished,
-            "suspicion": header.suspicion and ascii(header.suspicion)[:100],
+            "suspicion": header.suspicion and header.suspicion[:_MAX_SUSPICION],
         }
         if self.can_write:
             self._write_slot(0, fields)
@@ -238,11 +245,12 @@ class Attachment:
 
     def abandon(self) -> None:
         """Close without touching the file: in a forked child the slot is the parent's."""
-        if self._map is not None:
+        if self.marks is not None and self._map is not None:
+            self.marks.release()
             self._map.close()
         if self._fd is not None:
             os.close(self._fd)
-        self._fd = self._slot = self._map = None
+        self._fd = self._slot = self._map = self.marks = None
 
     # --- bytes and record locks -----------------------------------------------------------------
 
@@ -252,9 +260,9 @@ class Attachment:
 
     def _write_slot(self, slot: int, fields: dict[str, Any]) -> None:
         assert self._fd is not None
-        text = json.dumps(fields).encode().ljust(_MARK)
-        assert len(text) == _MARK, text
-        os.pwrite(self._fd, text + b".\n", slot * SLOT_BYTES)
+        text = json.dumps(fields).encode().ljust(_MARKS)
+        assert len(text) == _MARKS, text
+        os.pwrite(self._fd, text + bytes([OUTSIDE]) * NUM_MARKS + b"\n", slot * SLOT_BYTES)
 
     def _clear_slot(self, slot: int) -> None:
         assert self._fd is not None

@@ -19,25 +19,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import lmdb
 
-from kvstore.disk import schema
-from kvstore.disk.attach import ATTACH_FILE, Attachment, Header, boot_id
+from kvstore.disk import schema, startup
+from kvstore.disk.attach import Attachment, Header, boot_id
+from kvstore.disk.gate import Gate
 from kvstore.disk.schema import Head, SealError, Usage
-from kvstore.disk.structure import (
-    DATA_FILE,
-    CheckFailedError,
-    Finding,
-    Soundness,
-    check_deep,
-    check_light,
-    database_names,
-    pad_to_last_page,
-    set_aside,
-)
-from kvstore.errors import ConfigError, KVStoreError, StoreClosedError, TierBrokenError
+from kvstore.disk.structure import DATA_FILE
+from kvstore.errors import KVStoreError, StoreClosedError, TierBrokenError
 
 logger = logging.getLogger(__name__)
 
@@ -59,50 +50,8 @@ class WriterBusyError(Exception):
     """Another writer held the lock for the whole time limit."""
 
 
-class _Gate:
-    """Threads inside liblmdb, counted; a remap closes the gate and waits until all have left."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
-        self._inside = 0
-        self._is_closed = False
-        self.attachment: Attachment | None = None
-
-    def enter(self) -> None:
-        with self._lock:
-            while self._is_closed:
-                self._changed.wait()
-            self._inside += 1
-            if self._inside == 1 and self.attachment is not None:
-                self.attachment.set_inside(True)
-
-    def leave(self) -> None:
-        with self._lock:
-            self._inside -= 1
-            if self._inside == 0:
-                if self.attachment is not None:
-                    self.attachment.set_inside(False)
-                self._changed.notify_all()
-
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        with self._lock:
-            while self._is_closed:
-                self._changed.wait()
-            self._is_closed = True
-            while self._inside:
-                self._changed.wait()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._is_closed = False
-                self._changed.notify_all()
-
-
 class Environment:
-    """Use ``acquire`` and ``release``, never the constructor."""
+    """Made and closed by ``registry`` only: one per directory and process."""
 
     def __init__(
         self,
@@ -119,6 +68,8 @@ class Environment:
         self.durability = durability
         self.is_read_only = is_read_only
         self.num_users = 0
+        self.is_inherited = False  # by a forked child
+        self.waits_for_others = False  # another process checks or compacts
         self.reason: str | None = None
         self.lock_wait_s = 0.0
         self.waiting_since: float | None = None
@@ -128,7 +79,7 @@ class Environment:
         self._role = role
         self._raise_on_damage = raise_on_damage
         self._pid = os.getpid()
-        self._gate = _Gate()
+        self._gate = Gate()
         self._writer = threading.Lock()
         self._lmdb: Any = None
         self._identity: tuple[int, int] | None = None
@@ -144,17 +95,20 @@ class Environment:
         """Take our place in the directory and open it, or leave that to a thread."""
         self._ready.clear()
         self._state = State.CHECKING
+        self._is_marked_unsynced = False
         try:
             attachment = Attachment(self.directory, self._role, read_only=self.is_read_only)
         except OSError as error:
             raise self._explain(error) from error
-        self.attachment = self._gate.attachment = attachment
+        self.attachment = attachment
         try:
             later = None
             if not self.is_read_only and attachment.try_exclusive():
-                later = self._settle()
+                later = startup.settle(
+                    attachment, self.data_file, raise_on_damage=self._raise_on_damage
+                )
             if later is None and not attachment.share(_SHARE_WAIT_S):
-                later = self._doing_elsewhere()
+                later = self._held_alone()
             if later is None:
                 self._open()
         except BaseException:
@@ -162,115 +116,46 @@ class Environment:
             raise
         if later is not None:
             self.reason = later
-            thread = threading.Thread(target=self._settle_later, name="kv-disk-check", daemon=True)
-            thread.start()
+            threading.Thread(target=self._attach_later, name="kv-disk-check", daemon=True).start()
 
-    def _settle(self) -> str | None:
-        """With the directory to ourselves: judge the file, clear up after those who vanished.
-
-        Returns why the file must be checked first, or None when it may be opened.
-        """
-        attachment = self.attachment
-        vanished, known = attachment.vanished(), attachment.read_header()
-        header = known or Header()
-        finding = self._check_light()
-        if finding.soundness is Soundness.DAMAGED:
-            self._give_up_file(finding.reason)
-            finding = Finding(Soundness.EMPTY)
-        num_vanished = header.num_vanished + len(vanished)
-        doubt = None
-        if finding.soundness is Soundness.DOUBTFUL:
-            doubt = finding.reason
-        elif finding.soundness is Soundness.SOUND:
-            if header.suspicion:
-                doubt = header.suspicion
-            elif any(holder.was_inside for holder in vanished):
-                doubt = "a process ended inside the database"
-            elif num_vanished > 1:
-                doubt = f"{num_vanished} processes in a row ended without closing the cache"
-            elif header.unsynced_boot not in (None, boot_id()):
-                doubt = "the machine was restarted before the cache was synced"
-            elif known is None:
-                doubt = f"{DATA_FILE} came here without its history"
-        if doubt is not None:
-            attachment.claim_slot()  # so that others can say who keeps them waiting
-            return f"checking {self.data_file}: {doubt}"
-        attachment.forget_vanished()
-        if finding.soundness is Soundness.EMPTY:
-            header, num_vanished = Header(), 0
-        attachment.write_header(replace(header, num_vanished=num_vanished))
-        return None
-
-    def _settle_later(self) -> None:
-        """Thread: wait while another holds the directory, check the file if it is ours, open."""
+    def _attach_later(self) -> None:
+        """Thread: check the file if the directory is ours alone, wait if it is another's, open."""
         try:
-            if self.attachment.try_exclusive():
-                self._settle_by_deep_check()
-            while not self.attachment.share(0.2):
+            if not self.is_read_only and self.attachment.try_exclusive():
+                startup.settle_by_deep_check(
+                    self.attachment, self.data_file, raise_on_damage=self._raise_on_damage
+                )
+            while not self.attachment.share(_SHARE_WAIT_S):
                 if self._is_closing:
-                    raise StoreClosedError(f"{self.directory}: closed before it could be opened")
-                self.reason = self._doing_elsewhere()
+                    raise StoreClosedError(f"{self.directory}: closed before it was opened")
+                self.reason = self._held_alone()
+                self.waits_for_others = True
             self._open()
-        except (KVStoreError, CheckFailedError, OSError, lmdb.Error) as error:
+        except (KVStoreError, OSError, lmdb.Error) as error:
             self.turn_off(str(error))
         finally:
+            self.waits_for_others = False
             self._ready.set()
 
-    def _settle_by_deep_check(self) -> None:
-        finding = self._check_light()
-        if finding.soundness in (Soundness.SOUND, Soundness.DOUBTFUL):
-            problems = check_deep(self.data_file)
-            if problems:
-                self._give_up_file(problems[0])
-            elif finding.soundness is Soundness.DOUBTFUL:
-                pad_to_last_page(self.data_file, finding)
-        elif finding.soundness is Soundness.DAMAGED:
-            self._give_up_file(finding.reason)
-        self.attachment.forget_vanished()
-        self.attachment.write_header(Header())
-
-    def _check_light(self) -> Finding:
-        finding = check_light(self.data_file)
-        if finding.soundness is Soundness.FOREIGN:
-            raise ConfigError(f"{self.data_file}: {finding.reason}; choose another directory")
-        return finding
-
-    def _give_up_file(self, reason: str) -> None:
-        if self._raise_on_damage or self.is_read_only:
-            raise TierBrokenError(
-                f"{self.data_file} is damaged ({reason}); "
-                f"run: kvstore verify {self.directory} --fix",
-                tier="disk",
-            )
-        set_aside(self.data_file, reason)
-
-    def _doing_elsewhere(self) -> str:
-        holders = self.attachment.holders()
-        who = ", ".join(map(str, holders)) or "another process"
-        return f"{self.directory} is held alone by {who}"
+    def _held_alone(self) -> str:
+        return f"{self.directory} is held alone by {self.attachment.describe_holders()}"
 
     def _open(self) -> None:
         """Open the environment under the shared lock, create it where it is empty."""
-        finding = self._check_light()
-        if finding.soundness in (Soundness.DAMAGED, Soundness.DOUBTFUL):
-            in_use = f" and in use by {', '.join(map(str, self.attachment.holders())) or 'nobody'}"
-            raise TierBrokenError(
-                f"{self.data_file} is damaged ({finding.reason}){in_use}; "
-                f"end them, then run: kvstore verify {self.directory} --fix",
-                tier="disk",
-            )
+        finding = startup.require_sound(self.attachment, self.data_file)
         is_new = finding.main_root is None
         if is_new and self.is_read_only:
             self.turn_off(f"{self.directory} is empty")
             return
         self.page_size = finding.page_size or self.page_size
         self.attachment.claim_slot()
+        self._gate.marks = self.attachment.marks
         self._gate.enter()
         try:
             self._open_lmdb()
             if is_new:
                 self._create()
-            head = self._open_databases()
+            head = self._take_handles()
         except (lmdb.Error, OSError) as error:
             self._close_lmdb()
             raise self._explain(error) from error
@@ -296,7 +181,8 @@ class Environment:
             create=False,
             max_readers=_MAX_READERS,
             max_dbs=len(schema.DATABASES),
-            max_spare_txns=4,
+            # A spare transaction keeps its reader slot, which a forked child would free when it ends.
+            max_spare_txns=0,
             lock=self.attachment.can_write,
         )
         stat = self.data_file.stat()
@@ -323,7 +209,7 @@ class Environment:
             txn.put(schema.UUID_KEY, uuid.uuid4().bytes, db=meta)
             txn.put(schema.HEAD_KEY, head.encode(), db=meta)
 
-    def _open_databases(self) -> Head | None:
+    def _take_handles(self) -> Head | None:
         """Take all handles; the head, or None where it is damaged (the writer rebuilds it)."""
         self.meta = self._lmdb.open_db(schema.META, create=False)
         with self._lmdb.begin() as txn:
@@ -365,22 +251,17 @@ class Environment:
 
     def report_damage(self, error: BaseException) -> None:
         """liblmdb found its own file damaged: off now, checked and set aside at the next start."""
-        reason = f"the database is damaged: {error}"
         header = self.attachment.read_header() or Header()
-        self.attachment.write_header(replace(header, suspicion=reason))
-        self.turn_off(reason)
+        self.attachment.write_header(replace(header, suspicion=type(error).__name__))
+        self.turn_off(f"the database is damaged: {error}")
 
-    @property
-    def is_inherited(self) -> bool:
-        """Whether a parent process opened this, so that it is not ours to use or close."""
-        return os.getpid() != self._pid
-
-    def check_process(self) -> None:
+    def _refuse(self) -> NoReturn:
         if self.is_inherited:
             raise StoreClosedError(
                 f"{self.directory}: this process was forked from the one that opened the cache; "
                 "open it again here"
             )
+        raise TierBrokenError(self.reason or "the disk tier is off", tier="disk")
 
     def follow_file(self) -> None:
         """Reopen when the file at our path is not the one we hold. Raises ``TierBrokenError``."""
@@ -408,13 +289,12 @@ class Environment:
     # --- transactions -----------------------------------------------------------------------------
 
     def begin_read(self) -> Any:
-        """A read transaction with mapped values; end it with ``end_read``, soon, in any thread."""
-        self.check_process()
+        """A read transaction with mapped values; end it with ``end_read``, soon, same thread."""
         while True:
             self._gate.enter()
             try:
                 if self._state is not State.OK:
-                    raise TierBrokenError(self.reason or "the disk tier is closed", tier="disk")  # noqa: TRY301
+                    self._refuse()
                 return self._lmdb.begin(buffers=True)
             except lmdb.MapResizedError:
                 self._gate.leave()
@@ -443,9 +323,8 @@ class Environment:
         Begin and commit happen in the calling thread. Raises ``WriterBusyError`` when another
         writer holds the lock for ``timeout_s``, ``TierBrokenError`` without an environment.
         """
-        self.check_process()
         if self._state is not State.OK:
-            raise TierBrokenError(self.reason or "the disk tier is closed", tier="disk")
+            self._refuse()
         return self._writing(self._begin_write, timeout_s)
 
     def _begin_write(self, *, write: bool) -> Any:
@@ -546,7 +425,6 @@ class Environment:
 
     def sync(self) -> None:
         """fsync the file."""
-        self.check_process()
         self._gate.enter()
         try:
             if self._lmdb is not None and not self.is_read_only:
@@ -573,90 +451,14 @@ class Environment:
         attachment.detach()
 
     def _close_lmdb(self) -> None:
+        self._gate.marks = None
         if self._lmdb is not None:
             self._lmdb.close()
             self._lmdb = None
 
     def abandon(self) -> None:
         """In a forked child: let go of the directory without touching what the parent uses."""
-        self._state, self.reason = State.OFF, "forked"
+        self.is_inherited = True
+        self._state, self.reason = State.OFF, "opened by the parent process"
+        self._gate.marks = None
         self.attachment.abandon()
-
-
-# --- one environment per directory and process ----------------------------------------------------
-
-_registry: dict[tuple[int, int], Environment] = {}
-_registry_lock = threading.Lock()
-_inherited: list[Environment] = []
-
-
-def acquire(
-    directory: Path,
-    *,
-    role: str,
-    durability: str = "process",
-    is_read_only: bool = False,
-    raise_on_damage: bool = False,
-    capacity_bytes: int | None = None,
-) -> Environment:
-    """The environment of an existing directory, one per process; pair with ``release``."""
-    with _registry_lock:
-        stat = directory.stat()
-        key = (stat.st_dev, stat.st_ino)
-        env = _registry.get(key)
-        if env is not None and not is_read_only:
-            if env.is_read_only:
-                raise ConfigError(f"{directory} is open read-only in this process; close it first")
-            if env.durability != durability:
-                raise ConfigError(
-                    f"durability: {directory} is open in this process with {env.durability!r}"
-                )
-        if env is None:
-            env = Environment(
-                directory,
-                role=role,
-                durability=durability,
-                is_read_only=is_read_only,
-                raise_on_damage=raise_on_damage,
-                capacity_bytes=capacity_bytes,
-            )
-            _registry[key] = env
-        env.num_users += 1
-        return env
-
-
-def release(env: Environment) -> None:
-    with _registry_lock:
-        env.num_users -= 1
-        if env.num_users > 0 or env in _inherited:
-            return
-        for key in [key for key, value in _registry.items() if value is env]:
-            del _registry[key]
-        env.close()
-
-
-def is_ours(directory: Path) -> bool:
-    """Whether the directory's database, if it has one, is a cache or not yet anything.
-
-    A damaged file is ours when the directory also has the file that attached processes meet at.
-    """
-    finding = check_light(directory / DATA_FILE)
-    if finding.soundness in (Soundness.DAMAGED, Soundness.FOREIGN):
-        return finding.soundness is Soundness.DAMAGED and (directory / ATTACH_FILE).exists()
-    names = database_names(directory / DATA_FILE, finding)
-    if names is None:  # a page out of place: sound for nobody, so the same question as above
-        return (directory / ATTACH_FILE).exists()
-    return not names or {schema.INDEX, schema.META, schema.RECENCY} <= set(names)
-
-
-def _after_fork_in_child() -> None:
-    """A child must not use the parent's environments: liblmdb does not survive a fork."""
-    global _registry_lock
-    _registry_lock = threading.Lock()
-    for env in _registry.values():
-        env.abandon()
-        _inherited.append(env)  # never collected: closing would act on the parent's lock table
-    _registry.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

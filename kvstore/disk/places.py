@@ -5,7 +5,7 @@ import stat
 from pathlib import Path
 
 from kvstore.disk.attach import ATTACH_FILE
-from kvstore.disk.environment import is_ours
+from kvstore.disk.startup import is_ours
 from kvstore.disk.structure import ASIDE_MARK, DATA_FILE, LOCK_FILE
 from kvstore.errors import ConfigError
 

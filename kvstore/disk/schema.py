@@ -105,13 +105,21 @@ def decode_record(key: bytes, value: Any) -> Record:
     body = raw[SEAL_BYTES:]
     if xxhash.xxh3_128_digest(key + body) != raw[:SEAL_BYTES]:
         raise SealError
+    return read_record(raw)
+
+
+def read_record(value: Any) -> Record:
+    """A record whose seal was not checked: its fields may be anything. Raises ``SealError``.
+
+    For the path of every read, which compares parent, tokens, length and checksum one by one.
+    """
     try:
-        fields = msgpack.unpackb(body)
+        fields = msgpack.unpackb(value[SEAL_BYTES:], use_list=False)
     except (ValueError, msgpack.UnpackException) as error:
         raise SealError from error
-    if not isinstance(fields, list) or len(fields) != _NUM_FIELDS:
+    if not isinstance(fields, tuple) or len(fields) != _NUM_FIELDS:
         raise SealError
-    return Record._make(fields)
+    return tuple.__new__(Record, fields)
 
 
 def encode_order(order: int) -> bytes:
@@ -197,3 +205,7 @@ def decode_identity(namespace: bytes, value: Any) -> dict[str, Any]:
 
 def usage_key(namespace: bytes, salt: bytes) -> bytes:
     return USAGE_PREFIX + namespace + salt
+
+
+def namespace_of_usage(key: bytes) -> bytes:
+    return key[len(USAGE_PREFIX) :][:NAMESPACE_BYTES]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from kvstore.disk import environment, places
+from kvstore.disk import places, registry
 from kvstore.disk.environment import Environment, State
 from kvstore.disk.structure import DATA_FILE, Soundness, check_light
 from kvstore.errors import ConfigError, TierBrokenError
@@ -32,14 +32,14 @@ def reading(path: str | Path) -> Iterator[Environment | None]:
     ):
         yield None
         return
-    env = environment.acquire(directory, role="inspect", is_read_only=True)
+    env = registry.acquire(directory, role="inspect", is_read_only=True)
     try:
         env.wait_ready()
         if env.state is not State.OK:
             raise TierBrokenError(env.reason or f"{directory}: cannot be read", tier="disk")
         yield env
     finally:
-        environment.release(env)
+        registry.release(env)
 
 
 def existing(path: str | Path, *, is_read_only: bool = True) -> Path:
@@ -51,20 +51,28 @@ def existing(path: str | Path, *, is_read_only: bool = True) -> Path:
     return directory
 
 
-def walk(env: Environment, db: Any, visit: Callable[[Any, bytes, Any], None]) -> None:
+Visit = Callable[[Any, bytes, Any], None]
+
+
+def walk(env: Environment, db: Any, visit: Visit) -> None:
     """Call ``visit(transaction, key, value)`` for every entry of a database, in key order.
 
     ``value`` is a mapped view, and both it and the transaction are gone after the call.
     """
+    for _ in slices(env, db, visit):
+        pass
+
+
+def slices(env: Environment, db: Any, visit: Visit) -> Iterator[None]:
+    """Like ``walk``; yields after each slice, when no transaction is open."""
     position: bytes | None = b""
     while position is not None:
         with env.read() as txn:
             position = _walk_slice(txn, db, position, visit)
+        yield
 
 
-def _walk_slice(
-    txn: Any, db: Any, position: bytes, visit: Callable[[Any, bytes, Any], None]
-) -> bytes | None:
+def _walk_slice(txn: Any, db: Any, position: bytes, visit: Visit) -> bytes | None:
     """One slice from ``position`` on; where the next one begins, None at the end."""
     cursor = txn.cursor(db=db)
     deadline = time.monotonic() + SLICE_S

@@ -152,12 +152,13 @@ class Space:
         if self._retry_at is None:
             if env.file_pages < env.map_pages and self._headroom() < num_bytes:
                 self.stop_growing("the volume is at its free-space floor")
-        elif self._monotonic() >= self._retry_at:
-            if self._headroom() >= num_bytes:
-                self._retry_at = self.reason = None
-                env.resize(env.map_bytes(env.capacity_bytes))
-            else:
-                self._postpone()
+        elif self._monotonic() < self._retry_at:
+            self._stay_cut()  # another process may have grown the file
+        elif self._headroom() >= num_bytes:
+            self._retry_at = self.reason = None
+            env.resize(env.map_bytes(env.capacity_bytes))
+        else:
+            self._postpone()
 
     def stop_growing(self, reason: str) -> None:
         """Recycle the pages the file has, from now on."""
@@ -166,12 +167,15 @@ class Space:
             logger.warning("disk tier stops growing path=%s reason=%s", path, reason)
         self.reason = reason
         self._postpone()
-        self._env.resize(self._env.file_pages * self._env.page_size)
+        self._stay_cut()
 
     def adopt(self) -> None:
         """The directory's capacity changed and the map with it: at the floor it stays cut."""
         if self._retry_at is not None:
-            self._env.resize(self._env.file_pages * self._env.page_size)
+            self._stay_cut()
+
+    def _stay_cut(self) -> None:
+        self._env.resize(self._env.file_pages * self._env.page_size)
 
     def grew(self) -> None:
         """A group was committed: when the map is whole again, the next failure waits 30 s anew."""

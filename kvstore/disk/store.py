@@ -8,10 +8,11 @@ ones with ``FULL``, and ``stats()`` says why. Only when the environment is gone 
 ``put_group`` raise ``TierBrokenError``.
 """
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,15 @@ import numpy as np
 
 from kvstore.block import BlockRef, BlockWrite, PutOutcome
 from kvstore.config import DiskConfig
-from kvstore.disk import environment, places, schema
+from kvstore.disk import places, registry, schema
 from kvstore.disk.codec import RAW, get_codec
 from kvstore.disk.environment import Environment, State
+from kvstore.disk.ledger import Prepared
 from kvstore.disk.schema import Head, Record, SealError
 from kvstore.disk.writer import DAMAGE, Writer
 from kvstore.errors import (
     BlockMissingError,
+    ConfigError,
     CorruptBlockError,
     StoreClosedError,
     TierBrokenError,
@@ -111,7 +114,7 @@ class DiskStore:
         get_codec(config.codec)
         is_read_only = config.disk_mode == "ro"
         directory = places.prepare_directory(Path(path), is_read_only=is_read_only)
-        env = environment.acquire(
+        env = registry.acquire(
             directory,
             role="read only" if is_read_only else "engine",
             durability=config.durability,
@@ -163,10 +166,10 @@ class DiskStore:
     def read_into(self, ref: BlockRef, dst: memoryview) -> None:
         """Fill ``dst`` (writable, exactly the decoded size) with a block's verified bytes.
 
-        The copy runs inside a short read transaction, without the interpreter lock; checksum and
-        codec run after it. Raises ``BlockMissingError`` when the block is not here, and
-        ``CorruptBlockError`` when it is not what was asked for or not what was stored; then ``dst``
-        holds anything, and the writer will mark the block bad.
+        Copy and checksum run inside a short read transaction, without the interpreter lock; what
+        is summed is the copy, not the mapped page. Raises ``BlockMissingError`` when the block is
+        not here, ``CorruptBlockError`` when it is not what was asked for or not what was stored;
+        then ``dst`` holds anything, and the writer will mark the block bad.
         """
         try:
             txn = self._begin_read()
@@ -178,28 +181,23 @@ class DiskStore:
             if value is None:
                 raise BlockMissingError(f"block {ref.key.hex()[:16]} is not on disk")
             try:
-                record = schema.decode_record(ref.key, value)
+                record = schema.read_record(value)
             except SealError:
-                raise self._corrupt_block(ref, None, "record") from None
-            if record.is_bad:
+                raise self._corrupt_block(ref, value, "record") from None
+            if record.is_bad is True:
                 raise BlockMissingError(f"block {ref.key.hex()[:16]} is marked bad")
-            wrong = _mismatch(record, ref)
-            if wrong:
-                raise self._corrupt_block(ref, record, wrong)
+            if record.parent != ref.parent or record.tokens != ref.tokens:
+                raise self._corrupt_block(ref, value, _mismatch(record, ref))
+            if record.payload_bytes != len(dst):
+                raise self._wrong_size(ref, value, len(dst))
             view = txn.get(ref.key, db=env.payload)
             if view is None or len(view) != record.nbytes:
-                raise self._corrupt_block(ref, record, "length")
-            if record.payload_bytes != len(dst):
-                raise CorruptBlockError(
-                    f"block {ref.key.hex()[:16]} has {record.payload_bytes} bytes, "
-                    f"{len(dst)} were expected",
-                    reason="size",
-                )
-            if record.codec == RAW:
-                stored: Any = np.frombuffer(dst, np.uint8)
-            else:
-                stored = np.empty(record.nbytes, np.uint8)
-            np.copyto(stored, np.frombuffer(view, np.uint8))
+                raise self._corrupt_block(ref, value, "length")
+            is_raw = record.codec == RAW and record.nbytes == record.payload_bytes
+            stored: Any = np.frombuffer(dst, np.uint8) if is_raw else np.empty(len(view), np.uint8)
+            stored[:] = np.frombuffer(view, np.uint8)  # without the interpreter lock
+            if schema.checksum(stored) != record.checksum:
+                raise self._corrupt_block(ref, value, "payload")
         except lmdb.Error as error:
             self._read_failed(error)
             raise BlockMissingError(
@@ -207,9 +205,7 @@ class DiskStore:
             ) from error
         finally:
             env.end_read(txn)
-        if schema.checksum(stored) != record.checksum:
-            raise self._corrupt_block(ref, record, "payload")
-        if record.codec != RAW:
+        if not is_raw:
             self._decode(ref, record, stored, dst)
 
     def children(self, parent: bytes, limit: int = 64) -> list[BlockRef]:
@@ -268,6 +264,14 @@ class DiskStore:
             reason=reason,
         )
 
+    def namespaces(self) -> dict[bytes, dict[str, Any]]:
+        """The registered namespaces and what they are."""
+        with self._env.read() as txn:
+            return {
+                bytes(namespace): schema.decode_identity(bytes(namespace), value)
+                for namespace, value in txn.cursor(db=self._env.namespaces)
+            }
+
     def wait_ready(self, timeout_s: float | None = None) -> bool:
         """Wait until a check in progress has ended; False when the time ran out."""
         return self._env.wait_ready(timeout_s)
@@ -280,19 +284,28 @@ class DiskStore:
         if self._can_write():
             self._writer.tidy(wait_s=_SHORT_WAIT_S)
 
-    def put_group(self, writes: Sequence[BlockWrite]) -> list[PutOutcome]:
+    def put_group(
+        self, writes: Sequence[BlockWrite], *, count_tokens: bool = True
+    ) -> list[PutOutcome]:
         """Store blocks, parents before children; one outcome each, in order.
 
         One transaction, with the evictions it needs; several only when the group is large for the
         cache. ``FULL`` also when another process keeps the writer's lock, the store is read-only or
         being checked. Never raises for a full volume or map. Raises ``TierBrokenError`` when the
-        environment is gone, ``StoreClosedError`` after ``close``.
+        environment is gone, ``StoreClosedError`` after ``close``. Without ``count_tokens`` the
+        ``tokens`` of the blocks are opaque and not counted.
         """
         if self._can_write():
-            return self._writer.put_group(writes)
+            return self._writer.put_group(writes, count_tokens=count_tokens)
         if self._env.state is State.OFF and self._config.disk_mode == "rw":
             raise TierBrokenError(self._env.reason or "the disk tier is off", tier="disk")
         return [PutOutcome.FULL] * len(writes)
+
+    def put_encoded(self, blocks: Sequence[Prepared]) -> dict[bytes, PutOutcome]:
+        """Like ``put_group``, for blocks that went through a codec already."""
+        if not self._can_write():
+            raise TierBrokenError(self._env.reason or "the disk tier is read-only", tier="disk")
+        return self._writer.put(blocks)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Record that these blocks were used: leaf first, root last, so that the leaf is the older.
@@ -318,18 +331,19 @@ class DiskStore:
                 self._env.sync()
 
     def close(self) -> None:
-        """Give the directory back; waits for a check in progress. May be called twice."""
+        """Give the directory back; waits for our own check in progress. May be called twice."""
         if self._is_closed:
             return
         if self._env.is_inherited:
             self._is_closed = True
             return
-        self._env.wait_ready()
+        while not self._env.wait_ready(_SHORT_WAIT_S) and not self._env.waits_for_others:
+            pass
         if self._can_write():
             self._writer.tidy(wait_s=_SHORT_WAIT_S)
         self.stats()
         self._is_closed = True
-        environment.release(self._env)
+        registry.release(self._env)
 
     def __enter__(self) -> "DiskStore":
         return self
@@ -342,7 +356,6 @@ class DiskStore:
     def _begin_read(self, *, follow: bool = False) -> Any:
         if self._is_closed:
             raise StoreClosedError(f"{self._env.directory}: the store is closed")
-        self._env.check_process()
         if follow and self._env.state is State.OK:
             self._env.follow_file()
         try:
@@ -359,23 +372,37 @@ class DiskStore:
             self._count_corrupt("error")
 
     def _decode(self, ref: BlockRef, record: Record, stored: Any, dst: memoryview) -> None:
-        codec = get_codec(record.codec)
-        assert codec is not None
         try:
+            codec = get_codec(record.codec)
+            if codec is None:
+                raise ValueError(record.codec)  # noqa: TRY301
             codec.decode_into(memoryview(stored), dst)
-        except ValueError:
-            raise self._corrupt_block(ref, record, "codec") from None
+        except (ConfigError, ValueError) as error:
+            raise self._suspect(ref, record, "codec") from error
 
-    def _corrupt_block(
-        self, ref: BlockRef, record: Record | None, reason: str
-    ) -> CorruptBlockError:
-        self._suspect(ref, record, reason)
-        return CorruptBlockError(f"block {ref.key.hex()[:16]}: bad {reason}", reason=reason)
+    def _corrupt_block(self, ref: BlockRef, value: Any, reason: str) -> CorruptBlockError:
+        """For a block that is not what it should be: whether its record or its payload is bad."""
+        try:
+            record = schema.decode_record(ref.key, value)
+        except SealError:
+            return self._suspect(ref, None, "record")
+        return self._suspect(ref, record, reason)
 
-    def _suspect(self, ref: BlockRef, record: Record | None, reason: str) -> None:
+    def _wrong_size(self, ref: BlockRef, value: Any, expected: int) -> CorruptBlockError:
+        try:
+            found = schema.decode_record(ref.key, value).payload_bytes
+        except SealError:
+            return self._suspect(ref, None, "record")
+        # The block is as it was stored; nothing is gained by dropping it.
+        return CorruptBlockError(
+            f"block {ref.key.hex()[:16]} has {found} bytes, {expected} were expected", reason="size"
+        )
+
+    def _suspect(self, ref: BlockRef, record: Record | None, reason: str) -> CorruptBlockError:
         """Count a bad block, and leave it to the writer to mark it."""
         self._count_corrupt(reason)
         self._writer.suspects.append((ref, record))
+        return CorruptBlockError(f"block {ref.key.hex()[:16]}: bad {reason}", reason=reason)
 
     def _count_corrupt(self, reason: str) -> None:
         with self._counts:
@@ -398,9 +425,21 @@ class DiskStore:
     def _can_write(self) -> bool:
         if self._is_closed:
             raise StoreClosedError(f"{self._env.directory}: the store is closed")
-        self._env.check_process()
+        if self._env.is_inherited:
+            self._env.begin_read()  # says why not
         is_read_only = self._env.is_read_only or self._config.disk_mode == "ro"
         return self._env.state is State.OK and not is_read_only
+
+
+@contextlib.contextmanager
+def open_for_change(path: str | Path, *, capacity_bytes: int | None = None) -> Iterator[DiskStore]:
+    """A store that can write, for a command. Raises ``TierBrokenError`` when it cannot."""
+    with DiskStore.open(path, capacity_bytes=capacity_bytes) as store:
+        store.wait_ready()
+        stats = store.stats()
+        if stats.state != "ok":
+            raise TierBrokenError(f"{path}: {stats.reason}", tier="disk")
+        yield store
 
 
 def _mismatch(record: Record, ref: BlockRef) -> str:

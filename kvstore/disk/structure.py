@@ -18,6 +18,8 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
+from kvstore.errors import TierBrokenError
+
 logger = logging.getLogger(__name__)
 
 DATA_FILE = "data.mdb"
@@ -34,10 +36,6 @@ _NO_PAGE = 2**64 - 1
 # address, map size, two tree descriptors (pad, flags, depth, branch, leaf, overflow, entries,
 # root), last page, transaction id. The page size is the first descriptor's pad.
 _META = struct.Struct("=Q4H II QQ IHHQQQQQ IHHQQQQQ QQ")
-
-
-class CheckFailedError(Exception):
-    """The deep check could not run; says nothing about the file."""
 
 
 class Soundness(Enum):
@@ -169,15 +167,15 @@ json.dump(problems[:20], sys.stdout)
 def check_deep(data_file: Path) -> list[str]:
     """Walk every tree of the file in a child process; the problems found, none when it is sound.
 
-    Nobody may write the file meanwhile. Blocks for about 0.3 s per GB. Raises ``CheckFailedError``
-    when the child could not judge the file.
+    Nobody may write the file meanwhile. Blocks for about 0.3 s per GB. Raises ``TierBrokenError``
+    when the child could not judge the file, which says nothing about it.
     """
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", _DEEP_CHECK, str(data_file)]
     child = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     if child.returncode != 0:
         lines = child.stderr.strip().splitlines() or [f"exit {child.returncode}"]
-        raise CheckFailedError(lines[-1])
+        raise TierBrokenError(f"{data_file} could not be checked: {lines[-1]}", tier="disk")
     problems: list[str] = json.loads(child.stdout)
     return problems
 

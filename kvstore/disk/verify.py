@@ -11,22 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.block import BlockRef
-from kvstore.config import DiskConfig
 from kvstore.disk import schema
-from kvstore.disk.attach import Attachment, Header
+from kvstore.disk.attach import Attachment
 from kvstore.disk.environment import Environment
 from kvstore.disk.schema import Head, Record, SealError, Usage
 from kvstore.disk.slices import existing, reading, walk
-from kvstore.disk.store import DiskStore
-from kvstore.disk.structure import (
-    DATA_FILE,
-    Soundness,
-    check_deep,
-    check_light,
-    pad_to_last_page,
-    set_aside,
-)
-from kvstore.errors import TierBrokenError
+from kvstore.disk.startup import settle_by_deep_check
+from kvstore.disk.store import open_for_change
+from kvstore.disk.structure import DATA_FILE, Soundness, check_deep, check_light
 
 _MAX_LISTED = 10_000
 
@@ -51,7 +43,8 @@ def verify(
     damage = _check_structure(directory, fix=fix)
     if damage:
         found = [{"key": None, "reason": f"structure: {damage}"}]
-        return _report(0, 0, found, [], len(found) if fix else 0)
+        is_aside = fix and check_light(directory / DATA_FILE).soundness is Soundness.EMPTY
+        return _report(0, 0, found, [], int(is_aside))
     with reading(directory) as env:
         if env is None:
             return _report(0, 0, [], [], 0)
@@ -81,33 +74,14 @@ def _check_structure(directory: Path, *, fix: bool) -> str | None:
     finding = check_light(data_file)
     if finding.soundness is Soundness.EMPTY:
         return None
-    attachment = Attachment(directory, "verify", read_only=not fix)
+    attachment = Attachment(directory, "verify", read_only=True)
     try:
-        is_alone = attachment.can_write and attachment.try_exclusive()
-        if not is_alone and finding.soundness is Soundness.SOUND:
-            return None
-        if is_alone:
-            attachment.claim_slot()
-        problem: str | None = finding.reason
-        if finding.soundness in (Soundness.SOUND, Soundness.DOUBTFUL):
-            problem = next(iter(check_deep(data_file)), None) if is_alone else finding.reason
-        if problem is None:
-            if finding.soundness is Soundness.DOUBTFUL:
-                pad_to_last_page(data_file, finding)
-            if is_alone:  # its history is known to be good from here on
-                attachment.forget_vanished()
-                attachment.write_header(Header())
-        elif fix:
-            if not is_alone:
-                who = ", ".join(map(str, attachment.holders())) or "another process"
-                raise TierBrokenError(
-                    f"{data_file} is damaged ({problem}) and held by {who}: end it, then try again",
-                    tier="disk",
-                )
-            set_aside(data_file, problem)
-            attachment.forget_vanished()
-            attachment.write_header(Header())
-        return problem
+        if not (attachment.can_write and attachment.try_exclusive()):
+            return finding.reason or None
+        attachment.claim_slot()
+        if fix:
+            return settle_by_deep_check(attachment, data_file, raise_on_damage=False)
+        return finding.reason or next(iter(check_deep(data_file)), None)
     finally:
         attachment.detach()
 
@@ -208,8 +182,6 @@ class _Check:
 
 def _repair(directory: Path, check: _Check) -> int:
     """Bad payloads become misses; the rest is rebuilt. Returns how many findings that settles."""
-    with DiskStore.open(directory, config=DiskConfig()) as store:
-        if not store.wait_ready() or store.stats().state != "ok":
-            raise TierBrokenError(f"{directory}: {store.stats().reason}", tier="disk")
+    with open_for_change(directory) as store:
         is_done = store.repair(check.bad_payloads, rebuild=check.needs_rebuild)
     return len(check.corrupt) + len(check.orphans) if is_done else 0

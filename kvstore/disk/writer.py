@@ -80,12 +80,15 @@ class Writer:
         self._itemsizes[namespace] = ITEMSIZE.get(str(identity.get("dtype")), 1)
         self._identities[namespace] = msgpack.packb(dict(identity), default=str)
 
-    def put_group(self, writes: Sequence[BlockWrite]) -> list[PutOutcome]:
+    def put_group(
+        self, writes: Sequence[BlockWrite], *, count_tokens: bool = True
+    ) -> list[PutOutcome]:
         self._env.follow_file()
         self.tidy()
         outcomes = self._survey(writes)
         absent = [write for write in writes if write.ref.key not in outcomes]
-        outcomes |= self.put([self._token_block(write) for write in absent], spare=outcomes)
+        blocks = [self._prepare(write, count_tokens=count_tokens) for write in absent]
+        outcomes |= self.put(blocks, spare=outcomes)
         return [outcomes[write.ref.key] for write in writes]
 
     def tidy(self, *, wait_s: float | None = None) -> None:
@@ -159,20 +162,14 @@ class Writer:
             return {}  # the transaction that puts them finds out
         return known
 
-    def _token_block(self, write: BlockWrite) -> Prepared:
-        return self.prepare(
-            write.ref, write.namespace, write.salt, write.payload, len(write.ref.tokens) // 4
-        )
-
-    def prepare(
-        self, ref: BlockRef, namespace: bytes, salt: bytes, payload: Any, num_tokens: int
-    ) -> Prepared:
-        """Encode and sum a block; ``payload`` is borrowed until it is put."""
-        plain = memoryview(payload).cast("B")
+    def _prepare(self, write: BlockWrite, *, count_tokens: bool) -> Prepared:
+        """Encode and sum a block, before any transaction; the payload stays borrowed."""
+        ref = write.ref
+        plain = memoryview(write.payload).cast("B")
         stored: Any = plain
         codec = RAW
         if self._codec is not None:
-            encoded = self._codec.encode(plain, self._itemsizes.get(namespace, 1))
+            encoded = self._codec.encode(plain, self._itemsizes.get(write.namespace, 1))
             if len(encoded) < _WORTH * len(plain):
                 stored, codec = encoded, self._codec.name
         return Prepared(
@@ -180,9 +177,9 @@ class Writer:
             ref.parent,
             ref.tokens,
             ref.depth,
-            namespace,
-            salt,
-            num_tokens,
+            write.namespace,
+            write.salt,
+            len(ref.tokens) // 4 if count_tokens else 0,
             stored,
             len(stored),
             len(plain),

@@ -1,6 +1,12 @@
 """Blocks to store, and an oracle that reads the medium with bare lmdb, not through the store."""
 
+import os
 import random
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +69,56 @@ class FakeClock:
 
     def __call__(self) -> float:
         return self.now
+
+
+class Child:
+    """A process that runs ``code`` beside the test, with everything of this module at hand.
+
+    They talk in lines: ``hear`` waits for one that the child prints, ``say`` gives it one to read.
+    """
+
+    def __init__(self, code: str, *arguments: Any, command: Sequence[str] = ()) -> None:
+        path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+        start = "import sys\nfrom disk_case import *\nsay = lambda *a: print(*a, flush=True)\n"
+        self.process = subprocess.Popen(
+            [*command, sys.executable, "-c", start + textwrap.dedent(code), *map(str, arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+
+    def hear(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            self.process.wait()
+            assert self.process.stderr is not None
+            raise AssertionError(f"child ended: {self.process.stderr.read()}")
+        return line.strip()
+
+    def say(self, line: str = "") -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def kill(self, how: signal.Signals = signal.SIGKILL) -> None:
+        self.process.send_signal(how)
+        if how is signal.SIGKILL:
+            self.process.wait()
+
+    def end(self) -> int:
+        """Let it run to its end; what it exits with."""
+        self.process.communicate(timeout=60)
+        return self.process.returncode
+
+    def __enter__(self) -> "Child":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
 
 
 def small(**settings: Any) -> DiskConfig:
