@@ -200,8 +200,9 @@ class Evictor:
                     index.host[slot] = host_id
                     index.host_lru.append(slot)
                     self.demoted_blocks += 1
-                    self._events.stored(TierName.HOST, slot)
                 else:
                     host.free(host_id)
+            for slot in reversed(slots) if outcome is None else ():  # parents first: fewer events
+                self._events.stored(TierName.HOST, slot)
 
         self._transfer.demote([index.device[slot] for slot in slots], host_ids, done)
