@@ -181,7 +181,7 @@ class Environment:
             create=False,
             max_readers=_MAX_READERS,
             max_dbs=len(schema.DATABASES),
-            # A spare transaction keeps its reader slot, which a forked child would free when it ends.
+            # A spare transaction keeps a reader slot, which a forked child would free at its end.
             max_spare_txns=0,
             lock=self.attachment.can_write,
         )

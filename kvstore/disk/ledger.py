@@ -50,6 +50,7 @@ class Ledger:
         self._new_leaves: dict[bytes, bytes] = {}  # key → order, not yet in recency
         self._child_cursor = txn.cursor(db=env.children)
         self.num_evicted = 0
+        self.removed: list[tuple[bytes, bytes, bytes]] = []  # namespace, salt, key of good blocks
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -250,6 +251,8 @@ class Ledger:
     ) -> None:
         if record_bytes is None:
             record_bytes = len(schema.encode_record(key, record))
+        if sign < 0 and not record.is_bad:
+            self.removed.append((bytes(record.namespace), bytes(record.salt), bytes(key)))
         self.head.total.add(record, record_bytes, sign)
         self.usage(record.namespace, record.salt).add(record, record_bytes, sign)
 

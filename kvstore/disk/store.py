@@ -319,6 +319,16 @@ class DiskStore:
         """Drop these blocks; how many were there. One with remaining children keeps its record."""
         return self._writer.remove(keys) if self._can_write() else 0
 
+    def clear(self, ancestor: bytes) -> int:
+        """Drop every block below this key or seed, those below bad blocks, too; how many went."""
+        return self._writer.clear(ancestor) if self._can_write() else 0
+
+    def take_removed(self) -> list[tuple[bytes, bytes, bytes]]:
+        """(namespace, salt, key) of blocks this store has evicted, removed or marked bad since the
+        last call. Begins to collect them with the first."""
+        removed, self._writer.removed = self._writer.removed, []
+        return removed or []
+
     def repair(self, bad: Sequence[tuple[BlockRef, Record]], *, rebuild: bool) -> bool:
         """Mark blocks bad, and rebuild what is derived from the index; False when it must wait."""
         return self._can_write() and self._writer.repair(bad, rebuild=rebuild)

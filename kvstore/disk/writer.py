@@ -24,7 +24,7 @@ from kvstore.disk.ledger import Ledger, Prepared
 from kvstore.disk.repair import rebuild
 from kvstore.disk.schema import Record, SealError
 from kvstore.disk.space import Room, Space
-from kvstore.errors import TierBrokenError
+from kvstore.errors import KVStoreError, TierBrokenError
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,7 @@ class Writer:
         self.space = Space(env, config, monotonic)
         self.suspects: deque[tuple[BlockRef, Record | None]] = deque()  # bad blocks readers met
         self.num_evicted = 0
+        self.removed: list[tuple[bytes, bytes, bytes]] | None = None  # None: nobody takes them
         self._env = env
         self._clock = clock
         self._codec = get_codec(config.codec)
@@ -111,6 +112,26 @@ class Writer:
     def remove(self, keys: Sequence[bytes]) -> int:
         slices = range(0, len(keys), _REMOVE_SLICE)
         return sum(self._remove(keys[start : start + _REMOVE_SLICE]) for start in slices)
+
+    def clear(self, ancestor: bytes) -> int:
+        keys: list[bytes] = []
+        level = [ancestor]
+        while level:
+            slices = range(0, len(level), _REMOVE_SLICE)
+            parts = [self._children(level[start : start + _REMOVE_SLICE]) for start in slices]
+            level = [key for part in parts for key in part]
+            keys += level
+        return self.remove(keys[::-1])
+
+    def _children(self, parents: Sequence[bytes]) -> list[bytes]:
+        with self._env.read() as txn:
+            cursor = txn.cursor(db=self._env.children)
+            return [
+                bytes(child)
+                for parent in parents
+                if cursor.set_key(parent)
+                for child in cursor.iternext_dup()
+            ]
 
     def _remove(self, keys: Sequence[bytes]) -> int:
         return self._attempt(lambda ledger: _remove(ledger, keys))
@@ -257,6 +278,8 @@ class Writer:
             self._env.adopt(ledger.head)
             self.space.adopt()
         self.num_evicted += ledger.num_evicted
+        if self.removed is not None:
+            self.removed += ledger.removed
 
     def _attempt(self, change: Callable[[Ledger], int], wait_s: float | None = None) -> int:
         """Make one change in a transaction; its result, or 0 when it cannot be made now."""
@@ -277,22 +300,25 @@ class Writer:
         is_better = self._attempt(lambda ledger: self.space.relieve(ledger, need, spared))
         if not is_better and not self._has_warned_of_reader:
             self._has_warned_of_reader = True
-            logger.warning(
-                "disk map full below its watermark, a reader keeps freed pages path=%s",
-                self._env.directory,
-            )
+            path = self._env.directory
+            logger.warning("disk map full, freed pages cannot be reused yet path=%s", path)
         return bool(is_better)
 
     def _survive(self, error: lmdb.Error) -> bool:
         """After a failed transaction: put things right where that is possible; whether to go on."""
-        if isinstance(error, lmdb.DiskError) or getattr(error, "code", 0) in _NO_SPACE:
+        code = getattr(error, "code", 0)
+        # liblmdb says EIO for a write that ended early, as the last one on a full volume does; when
+        # it comes again on pages the file already has, it means what it says.
+        is_short = code == errno.EIO and self.space.reason is None
+        if is_short or code in _NO_SPACE or isinstance(error, lmdb.DiskError):
             self._env.trim()
             self.space.stop_growing(f"the volume is full: {error}")
             return True
         if isinstance(error, lmdb.PanicError):  # an earlier commit failed half-way
-            self._env.reopen()
-            return True
-        if isinstance(error, DAMAGE):
+            with contextlib.suppress(KVStoreError):
+                self._env.reopen()
+                return True
+        elif isinstance(error, DAMAGE):
             self._env.report_damage(error)
         else:
             self._env.turn_off(str(error))

@@ -1,12 +1,16 @@
 """Blocks to store, and an oracle that reads the medium with bare lmdb, not through the store."""
 
+import faulthandler
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Sequence
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +123,26 @@ class Child:
     def __exit__(self, *_: object) -> None:
         self.process.kill()
         self.process.communicate()
+
+
+def in_fork(what: Callable[[], int]) -> int:
+    """What a forked child that does ``what`` exits with: its result, 99 after an exception, or
+    minus the signal that ended it. No output of a crash, no core file."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # numpy's threads are asleep
+        child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            faulthandler.disable()
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            code = what()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def small(**settings: Any) -> DiskConfig:

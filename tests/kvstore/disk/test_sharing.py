@@ -4,12 +4,11 @@ kill."""
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import lmdb
 import pytest
-from disk_case import Blocks, Child, data_file, problems_on_disk, raw_records, small
+from disk_case import Blocks, Child, data_file, in_fork, problems_on_disk, raw_records, small
 
 from kvstore.block import PutOutcome
 from kvstore.config import DiskConfig
@@ -119,18 +118,6 @@ def test_same_directory_by_another_path_is_the_same_environment(
 def test_other_durability_in_one_process_is_refused(store: DiskStore, directory: Path) -> None:
     with pytest.raises(ConfigError, match="durability"):
         DiskStore.open(directory, config=DiskConfig(durability="power"))
-
-
-def in_fork(what: Callable[[], int]) -> int:
-    """Exit code of a forked child that does ``what``; 99 when that raised."""
-    child = os.fork()
-    if child == 0:
-        code = 99
-        try:
-            code = what()
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def test_forked_child_is_refused_and_does_not_disturb_the_parent(

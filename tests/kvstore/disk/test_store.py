@@ -153,6 +153,21 @@ def test_removing_a_whole_chain_leaves_nothing(
     assert problems_on_disk(directory) == []
 
 
+def test_clear_drops_what_descends_from_a_seed_even_below_a_bad_block(
+    store: DiskStore, blocks: Blocks, directory: Path
+) -> None:
+    mine, others = blocks.chain(5), blocks.chain(3, salt="other")
+    store.put_group(blocks.writes(mine))
+    store.put_group(blocks.writes(blocks.below(mine[1], 4, start=9)))
+    store.put_group(blocks.writes(others))
+    store.remove([mine[2].key])
+    assert store.clear(mine[0].parent) == 8
+    assert store.clear(mine[0].parent) == 0
+    assert len(store.probe(others)) == 3
+    store.close()
+    assert problems_on_disk(directory) == []
+
+
 # --- eviction -------------------------------------------------------------------------------------
 
 
