@@ -13,6 +13,15 @@ from disk_case import Blocks, FakeClock
 from kvstore.disk import DiskStore
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The soak counts take minutes: only ``-m soak`` runs them."""
+    if "soak" in config.option.markexpr:
+        return
+    for item in items:
+        if item.get_closest_marker("soak"):
+            item.add_marker(pytest.mark.skip(reason="run by make soak-disk"))
+
+
 @pytest.fixture
 def blocks() -> Blocks:
     return Blocks()

@@ -125,9 +125,11 @@ class Child:
         self.process.communicate()
 
 
-def in_fork(what: Callable[[], int]) -> int:
-    """What a forked child that does ``what`` exits with: its result, 99 after an exception, or
-    minus the signal that ended it. No output of a crash, no core file."""
+def fork(what: Callable[[], int]) -> int:
+    """The pid of a child that does ``what`` and exits with its result, 99 after an exception.
+
+    It prints no crash report and leaves no core file.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # numpy's threads are asleep
         child = os.fork()
@@ -142,7 +144,12 @@ def in_fork(what: Callable[[], int]) -> int:
         finally:
             sys.stderr.flush()
             os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return child
+
+
+def in_fork(what: Callable[[], int]) -> int:
+    """What a forked child ends with: its result, or minus the signal that killed it."""
+    return os.waitstatus_to_exitcode(os.waitpid(fork(what), 0)[1])
 
 
 def small(**settings: Any) -> DiskConfig:
