@@ -73,18 +73,25 @@ def chain_keys(parent: bytes, tokens: bytes, block_bytes: int) -> list[bytes]:
 
     ``block_bytes`` is 4 * block_size; a partial block at the end has no key.
     """
-    keys = []
+    return chain_blocks(parent, tokens, block_bytes)[0]
+
+
+def chain_blocks(parent: bytes, tokens: bytes, block_bytes: int) -> tuple[list[bytes], list[bytes]]:
+    """Like ``chain_keys``, with each block's tokens beside its key."""
+    keys, runs = [], []
     for start in range(0, len(tokens) - block_bytes + 1, block_bytes):
-        parent = sha256(parent + tokens[start : start + block_bytes]).digest()
+        run = tokens[start : start + block_bytes]
+        parent = sha256(parent + run).digest()
         keys.append(parent)
-    return keys
+        runs.append(run)
+    return keys, runs
 
 
 def chain_refs(parent: bytes, tokens: bytes, block_bytes: int, depth: int = 0) -> list[BlockRef]:
     """Like ``chain_keys``, as records; the first block has the given ``depth``."""
-    refs = []
-    for i, key in enumerate(chain_keys(parent, tokens, block_bytes)):
-        run = tokens[i * block_bytes : (i + 1) * block_bytes]
-        refs.append(BlockRef(key, parent, run, depth + i))
-        parent = key
-    return refs
+    keys, runs = chain_blocks(parent, tokens, block_bytes)
+    parents = [parent, *keys[:-1]]
+    return [
+        BlockRef(*identity, depth + i)
+        for i, identity in enumerate(zip(keys, parents, runs, strict=True))
+    ]

@@ -24,6 +24,7 @@ class Lookup:
     on_disk        keys the probe found
     below          children on disk of the last block the probe found, for the tokens after it
     given_up       keys whose load failed or came too late for this request: never tried again
+    resident       slots of the blocks at the front that were on the device when last looked at
     sources        tier that held each block of the prefix when the request was matched or probed
     is_counted     whether its hits are part of the store's statistics
     num_tokens     of the whole prompt
@@ -42,6 +43,7 @@ class Lookup:
     on_disk: set[bytes] = field(default_factory=set)
     below: list[BlockRef] = field(default_factory=list)
     given_up: set[bytes] = field(default_factory=set)
+    resident: list[int] = field(default_factory=list)
     sources: list[TierName] = field(default_factory=list)
     decision: LoadDecision | None = None
     has_probed: bool = False

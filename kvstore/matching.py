@@ -11,7 +11,7 @@ from itertools import islice
 from kvstore.block import BlockLayout, TierName
 from kvstore.config import StoreConfig
 from kvstore.cost import CostModel, LoadReason
-from kvstore.hashing import chain_keys, chain_seed, salt_digest
+from kvstore.hashing import chain_blocks, chain_seed, salt_digest
 from kvstore.index import FAILED, LOADING, NONE, VALID, BlockIndex
 from kvstore.lease import Lookup, PartialMatch
 
@@ -40,6 +40,7 @@ class Matcher:
         self._layout = layout
         self._namespace = namespace
         self._min_partial = config.min_partial_tokens
+        self._unit = config.reuse_unit_blocks
         self._seeds: dict[str, tuple[bytes, bytes]] = {}
 
     def prefix(self, tokens: bytes, salt: str, *, is_counted: bool) -> Lookup:
@@ -50,26 +51,27 @@ class Matcher:
             self._seeds[salt] = chain_seed(self._namespace, salt), salt_digest(salt)
         seed, digest = self._seeds[salt]
         run_bytes = 4 * self._layout.block_size
-        keys = chain_keys(seed, tokens, run_bytes)
-        end = len(keys) * run_bytes
-        runs = [tokens[start : start + run_bytes] for start in range(0, end, run_bytes)]
-        lookup = Lookup(keys, runs, tokens[end:], seed, digest, is_counted)
+        keys, runs = chain_blocks(seed, tokens, run_bytes)
+        lookup = Lookup(keys, runs, tokens[len(keys) * run_bytes :], seed, digest, is_counted)
         self.note_sources(lookup)
         return lookup
 
     def note_sources(self, lookup: Lookup) -> None:
         """Write down where further blocks of the prefix are now."""
-        for position in range(len(lookup.sources), len(lookup.keys)):
+        sources = lookup.sources
+        sources += [TierName.DEVICE] * (len(self._resident(lookup)) - len(sources))
+        for position in range(len(sources), len(lookup.keys)):
             source = self._source(lookup, position)
             if source is None:
                 break
-            lookup.sources.append(source)
+            sources.append(source)
 
     def walk(self, lookup: Lookup) -> list[int]:
         """Slots of the blocks that can be reused now, NONE for one that only disk holds."""
         self.note_sources(lookup)
-        index, slots, cut = self._index, [], self._cut(lookup)
-        for position, key in enumerate(lookup.keys):
+        index, cut, slots = self._index, self._cut(lookup), list(lookup.resident)
+        for position in range(len(slots), len(lookup.keys)):
+            key = lookup.keys[position]
             slot = index.slots.get(key, NONE)
             if slot != NONE and index.tokens[slot] != lookup.runs[position]:
                 break
@@ -81,7 +83,34 @@ class Matcher:
             elif not may_load or (slot == NONE and key not in lookup.on_disk):
                 break
             slots.append(slot)
-        return slots
+        return slots[: len(slots) // self._unit * self._unit]
+
+    def _resident(self, lookup: Lookup) -> list[int]:
+        """Slots of the blocks at the front that can be read on the device now.
+
+        Nearly all of a match and of a walk, and asked for by both: what is known from last time is
+        confirmed without a loop of the interpreter.
+        """
+        index, known, keys, runs = self._index, lookup.resident, lookup.keys, lookup.runs
+        tokens, device, loading = index.tokens, index.device, index.loading
+        if (
+            [index.key[slot] for slot in known] != keys[: len(known)]
+            or NONE in map(device.__getitem__, known)
+            or any(map(loading.__getitem__, known))
+        ):
+            known.clear()
+        find = index.slots.get
+        for position in range(len(known), len(keys)):
+            slot = find(keys[position], NONE)
+            if (
+                slot == NONE
+                or device[slot] == NONE
+                or loading[slot] != VALID
+                or tokens[slot] != runs[position]
+            ):
+                break
+            known.append(slot)
+        return known
 
     def partial(self, lookup: Lookup, num_cached: int) -> PartialMatch | None:
         """The block that gives its head to the one after the first ``num_cached``."""
@@ -157,7 +186,8 @@ class Matcher:
                 block_tokens=self._layout.block_size,
                 block_bytes=self._layout.block_bytes,
                 queued_bytes=queued,
-                may_probe=not lookup.has_probed,
+                # The few blocks of a probe would be less than can be reused.
+                may_probe=not lookup.has_probed and self._unit == 1,
             )
         return lookup.decision.cut_blocks
 
