@@ -8,6 +8,7 @@ Who is a victim is the policy's to say, but a prefix is always given up from its
 never leaves the slowest memory tier.
 """
 
+import logging
 from collections.abc import Callable, Set
 from itertools import islice
 
@@ -20,6 +21,8 @@ from kvstore.policy import POLICIES, Prioritised
 from kvstore.tiers.base import BlockPool
 from kvstore.transfer import TransferLoop
 from kvstore.write_behind import WriteBehind
+
+logger = logging.getLogger(__name__)
 
 _AHEAD_BLOCKS = 64  # copied to host together before their room is needed
 
@@ -51,6 +54,7 @@ class Evictor:
         self.evicted_blocks = {"device": 0, "host": 0}
         self.demoted_blocks = 0  # copied to host
         self.host_ids_in_flight: set[int] = set()  # being filled, not visible yet
+        self.host_failure = ""  # why host takes no victims any more
 
     @property
     def available_blocks(self) -> int:
@@ -122,7 +126,9 @@ class Evictor:
         for slot in self.policy.victims():
             if len(chosen) == count:
                 break
-            if slot in keep or (slot in self.pins and self._host is None):
+            may_demote = self._host is not None and not self.host_failure
+            is_last_copy = not may_demote and index.host[slot] == NONE
+            if slot in keep or (slot in self.pins and is_last_copy):
                 continue
             has_child = any(
                 index.device[child] != NONE and child not in chosen
@@ -149,7 +155,7 @@ class Evictor:
         the host tier, or has none, passes it by, and victims never push each other out in turn. A
         pinned one displaces any block that is not pinned.
         """
-        if self._host is None:
+        if self._host is None or self.host_failure:
             return victims
         index, room = self._index, self._host.num_free
         oldest_on_host = (
@@ -180,6 +186,12 @@ class Evictor:
             self._copy_to_host(staying)
         return passing
 
+    def _stop_demoting(self, error: KVStoreError) -> None:
+        """A copy to host failed. The next would, too, and its victim be tried for ever."""
+        if not self.host_failure:
+            self.host_failure = f"copies to host memory fail: {error}"
+            logger.error("host tier takes no blocks any more: %s", error)
+
     def _copy_to_host(self, slots: list[int]) -> None:
         assert self._host is not None
         host, index = self._host, self._index
@@ -194,6 +206,8 @@ class Evictor:
 
         def done(outcome: KVStoreError | None) -> None:
             self.host_ids_in_flight.difference_update(host_ids)
+            if outcome is not None:
+                self._stop_demoting(outcome)
             for slot, host_id in zip(slots, host_ids, strict=True):
                 index.transfers[slot] -= 1
                 if outcome is None:

@@ -16,8 +16,10 @@ def make_engine():
     """Engines on small stores; closed at the end, with every invariant checked first."""
     engines: list[FakeEngine] = []
 
-    def make(device_blocks: int = 16, *, namespace: str = "model", **options) -> FakeEngine:
-        pool = HostPool(device_blocks, LAYOUT.block_bytes)
+    def make(
+        device_blocks: int = 16, *, namespace: str = "model", device=None, **options
+    ) -> FakeEngine:
+        pool = device or HostPool(device_blocks, LAYOUT.block_bytes)
         store = BlockStore(LAYOUT, namespace_id({"model": namespace}), pool, **options)
         engines.append(FakeEngine(store))
         return engines[-1]

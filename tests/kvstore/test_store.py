@@ -2,12 +2,13 @@ import threading
 
 import pytest
 
-from kvstore.block import TierName
+from kvstore.block import BlockLayout
 from kvstore.config import StoreConfig
 from kvstore.errors import CorruptBlockError, OutOfBlocksError, StoreClosedError
 from kvstore.testing import FakeClock, FaultyDisk, MemoryDisk
+from kvstore.tiers.host import HostCopier, HostPool
 
-DEVICE, HOST, DISK = TierName.DEVICE, TierName.HOST, TierName.DISK
+LAYOUT = BlockLayout(num_layers=2, block_size=4, num_kv_heads=1, head_dim=2, dtype="float32")
 A, B, C = [1] * 4, [2] * 4, [3] * 4  # one block each
 END = [9]  # the last token of a prompt is always computed
 FILL = [7] * 4 + [8] * 4 + [6] * 4 + END  # with its end, all blocks of a device of four
@@ -87,6 +88,24 @@ def test_a_host_tier_smaller_than_the_victims_does_not_stall(make_engine):
     for start in range(0, 200, 10):
         engine.run([start + i // 4 for i in range(40)] + END)
     assert engine.store.stats().tiers["host"].used_blocks == 2
+
+
+class FailingCopier(HostCopier):
+    async def copy_out(self, block_ids, rows, row_ids, fence):
+        raise OSError("the device does not answer")
+
+
+def test_copies_to_host_that_fail_do_not_hold_up_eviction(make_engine, caplog):
+    """The victims of a failed copy used to be copied, in vain, for ever."""
+    device = HostPool(5, LAYOUT.block_bytes)
+    engine = make_engine(device=device, copier=FailingCopier(device), host_blocks=8)
+    for prompt in (A, B, C):
+        engine.run([*prompt, *FILL])
+    host = engine.store.stats().tiers["host"]
+    assert host.state == "degraded"
+    assert "does not answer" in host.reason
+    said = [record for record in caplog.records if "host tier takes no blocks" in record.message]
+    assert len(said) == 1
 
 
 def test_memory_victims_are_found_on_disk(make_engine):
