@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import triton
 
-from kernels import movement_triton
+from kernels import movement_launch
 from kernels.launch import Launch
 from kernels.offline import SHARED_LIMIT, AttentionCase, compile_for
 
@@ -71,11 +71,11 @@ def movement_rows() -> dict[str, tuple[int, Callable[[], Launch]]]:
     def write() -> Launch:
         k = empty(100, 8, 128)
         slots = empty(100, dtype=torch.int64)
-        return movement_triton.write_launch(k, k, pool[:, 0, 0], pool[:, 0, 1], slots)
+        return movement_launch.write_launch(k, k, pool[:, 0, 0], pool[:, 0, 1], slots)
 
     def gather(part: torch.Tensor) -> Callable[[], Launch]:
         out = torch.empty((8, *part.shape[1:]), dtype=part.dtype, device="meta")
-        return lambda: movement_triton.move_launch(part, out, ids, None, None)
+        return lambda: movement_launch.move_launch(part, out, ids, None, None)
 
     return {
         "write_kv-90": (90, write),
@@ -83,7 +83,7 @@ def movement_rows() -> dict[str, tuple[int, Callable[[], Launch]]]:
         "gather_blocks-90-keys": (90, gather(pool[:, :, 0])),
         "copy_blocks-90-counts": (
             90,
-            lambda: movement_triton.move_launch(pool, pool, ids, ids, ids),
+            lambda: movement_launch.move_launch(pool, pool, ids, ids, ids),
         ),
     }
 

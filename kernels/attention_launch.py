@@ -94,7 +94,8 @@ def attention_launches(
     is_split = num_splits > 1
 
     target, lse = out, None
-    target_strides, lse_strides = (0, *out.stride()[:2]), (0, 0)
+    target_strides: tuple[int, ...] = (0, *out.stride()[:2])
+    lse_strides: tuple[int, ...] = (0, 0)
     if is_split:
         shape = (num_splits, num_tokens, num_heads)
         target = q.new_empty((*shape, head_dim), dtype=torch.float32)
@@ -189,7 +190,7 @@ def tile_shape(
 def choose_num_splits(num_programs: int, max_len: int, num_sms: int) -> int:
     """As many as fill the device, unless the parts would be too short."""
     wanted = triton.cdiv(PROGRAMS_PER_SM * num_sms, num_programs)
-    return max(1, min(wanted, max_len // MIN_SPLIT_POSITIONS, MAX_SPLITS))
+    return max(1, min(int(wanted), max_len // MIN_SPLIT_POSITIONS, MAX_SPLITS))
 
 
 def _descriptor(pool: Tensor, config: AttentionConfig) -> Any:

@@ -1,6 +1,6 @@
 """Moving whole blocks between the paged pool and contiguous staging, and inside the pool.
 
-Launchers only; the kernels are in ``movement_triton.py``, their torch twins in ``reference.py``
+Checks only; the kernels are in ``movement_triton.py``, their torch twins in ``reference.py``
 (see ``paged_prefill.py`` for why they are apart). A pool here is
 ``[num_blocks, …, block_size, num_kv_heads, head_dim]`` with any strides, so the whole pool, a group
 of layers ``pool[:, a:b]`` and one layer ``pool[:, l]`` are moved by the same call, in one launch.
@@ -29,9 +29,7 @@ def gather_blocks(pool: Tensor, block_ids: Tensor, out: Tensor | None = None) ->
     _check_staging("out", out, pool, shape)
     run = reference.gather_blocks
     if checks.runs_triton(pool):
-        from kernels import movement_triton
-
-        run = movement_triton.gather_blocks
+        from kernels.movement_launch import gather_blocks as run
     return run(pool, block_ids, out)
 
 
@@ -49,9 +47,7 @@ def scatter_blocks(src: Tensor, pool: Tensor, block_ids: Tensor) -> None:
     _check_staging("src", src, pool, (block_ids.shape[0], *pool.shape[1:]))
     run = reference.scatter_blocks
     if checks.runs_triton(pool):
-        from kernels import movement_triton
-
-        run = movement_triton.scatter_blocks
+        from kernels.movement_launch import scatter_blocks as run
     run(src, pool, block_ids)
 
 
@@ -81,9 +77,7 @@ def copy_blocks(
     _check_no_overlap(src_ids, dst_ids)
     run = reference.copy_blocks
     if checks.runs_triton(pool):
-        from kernels import movement_triton
-
-        run = movement_triton.copy_blocks
+        from kernels.movement_launch import copy_blocks as run
     if isinstance(num_tokens, Tensor):
         num_tokens = num_tokens.to(pool.device, non_blocking=True)
     run(

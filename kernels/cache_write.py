@@ -1,6 +1,6 @@
 """Writing the new tokens' keys and values into the paged pool.
 
-The launcher only; the kernel is in ``movement_triton.py``, its torch twin in ``reference.py``
+The checks only; the kernel is in ``movement_triton.py``, its torch twin in ``reference.py``
 (see ``paged_prefill.py`` for why they are apart).
 """
 
@@ -33,7 +33,5 @@ def write_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slot_mapping:
     checks.check_same_device(k, v=v, k_pool=k_pool, v_pool=v_pool, slot_mapping=slot_mapping)
     run = reference.write_kv
     if checks.runs_triton(k):
-        from kernels import movement_triton
-
-        run = movement_triton.write_kv
+        from kernels.movement_launch import write_kv as run
     run(k, v, k_pool, v_pool, slot_mapping)
