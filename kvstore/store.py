@@ -17,7 +17,7 @@ import logging
 import math
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from kvstore.block import BlockLayout, BlockRef, TierName
@@ -35,7 +35,7 @@ from kvstore.matching import Matcher
 from kvstore.policy import VictimPolicy
 from kvstore.promotion import Promoter
 from kvstore.stats import StoreStats, TierStats
-from kvstore.tiers.base import BlockCopier, BlockPool, DiskTier
+from kvstore.tiers.base import BlockCopier, BlockPool, DiskTier, RemovedBlock
 from kvstore.tiers.host import HostCopier, HostPool
 from kvstore.transfer import Probed, TransferLoop
 from kvstore.write_behind import WriteBehind
@@ -88,6 +88,9 @@ class BlockStore:
             self.events.subscribe(self._event_file)
         self._disk = disk
         self._disk_off = disk_off
+        self._removed: deque[RemovedBlock] = deque()  # from disk; the transfer thread appends
+        if disk is not None:
+            disk.watch_removals(self._removed.extend)
         self._clock = clock
         self._owner = threading.get_ident()
         self._closed = False
@@ -326,7 +329,11 @@ class BlockStore:
         """
         self._check_open()
         self._transfer.is_model_busy = model_is_busy
-        count = self._transfer.poll()
+        num_removed = len(self._removed)
+        count = self._transfer.poll()  # among it, whatever stored what has been removed since
+        for removed in (self._removed.popleft() for _ in range(num_removed)):
+            if removed.namespace == self.namespace:
+                self.events.removed_key(TierName.DISK, removed.key, removed.salt)
         if self._prefetches:
             self._advance_prefetches()
         self._write_behind.pump()
@@ -450,10 +457,12 @@ class BlockStore:
         tiers = {}
         for name, pool in ((TierName.DEVICE, self.device), (TierName.HOST, self.host)):
             used = pool.capacity - pool.num_free if pool else 0
-            pageable = self._copier.stats().reason if name is TierName.HOST else ""
+            wrong = ""
+            if name is TierName.HOST:
+                wrong = self._evictor.host_failure or self._copier.stats().reason
             tiers[name.value] = TierStats(
-                state=("degraded" if pageable else "ok") if pool else "off",
-                reason=pageable if pool else f"{name}_cache is 0",
+                state=("degraded" if wrong else "ok") if pool else "off",
+                reason=wrong if pool else f"{name}_cache is 0",
                 capacity_bytes=pool.capacity * block_bytes if pool else 0,
                 used_bytes=used * block_bytes,
                 used_blocks=used,
@@ -500,12 +509,13 @@ class BlockStore:
     def _count_hits(self, lookup: Lookup) -> None:
         if not lookup.is_counted:
             return
-        found, missing = Counter(lookup.sources), len(lookup.keys)
+        missing = len(lookup.keys)
         self._looked_up += missing
         tiers = {TierName.DEVICE: self.device, TierName.HOST: self.host, TierName.DISK: self._disk}
         for tier, is_on in tiers.items():
-            self._hits[tier] += found[tier]
-            missing -= found[tier]
+            num_found = lookup.sources.count(tier)
+            self._hits[tier] += num_found
+            missing -= num_found
             if is_on:
                 self._misses[tier] += missing
         self.events.matched(

@@ -15,7 +15,7 @@ from kvstore.errors import BlockMissingError, KVStoreError, OutOfBlocksError, Ti
 from kvstore.hashing import encode_tokens
 from kvstore.lease import Lease, Lookup, LookupState
 from kvstore.store import BlockStore
-from kvstore.tiers.base import BlockRead, DiskTier
+from kvstore.tiers.base import BlockRead, DiskTier, RemovedBlock
 from kvstore.tiers.host import HostPool
 
 
@@ -43,6 +43,8 @@ class MemoryDisk:
     blocks: dict[bytes, tuple[BlockRef, bytes]] = field(default_factory=dict)
     num_reads: int = 0
     is_closed: bool = False
+    _owners: dict[bytes, tuple[bytes, bytes]] = field(default_factory=dict)  # namespace, salt
+    _watcher: Callable[[Sequence[RemovedBlock]], None] = lambda removed: None
 
     async def probe(self, refs: Sequence[BlockRef]) -> list[DiskEntry]:
         found = []
@@ -75,6 +77,7 @@ class MemoryDisk:
         if len(self.blocks) >= self.capacity:
             return PutOutcome.FULL
         self.blocks[ref.key] = (ref, bytes(write.payload))
+        self._owners[ref.key] = (write.namespace, write.salt)
         return PutOutcome.STORED
 
     async def children(self, parent: bytes) -> list[BlockRef]:
@@ -88,7 +91,11 @@ class MemoryDisk:
         below = [await self.clear(key) for key in children]
         for key in children:
             del self.blocks[key]
+        self._watcher([RemovedBlock(*self._owners[key], key) for key in children])
         return len(children) + sum(below)
+
+    def watch_removals(self, watcher: Callable[[Sequence[RemovedBlock]], None]) -> None:
+        self._watcher = watcher
 
     def stats(self) -> DiskStats:
         used = sum(len(payload) for _, payload in self.blocks.values())
@@ -159,6 +166,9 @@ class FaultyDisk:
     async def clear(self, seed: bytes) -> int:
         await self._pass(0)
         return await self.inner.clear(seed)
+
+    def watch_removals(self, watcher: Callable[[Sequence[RemovedBlock]], None]) -> None:
+        self.inner.watch_removals(watcher)
 
     def stats(self) -> DiskStats:
         return self.inner.stats()

@@ -8,7 +8,7 @@ The protocols are narrow on purpose: a wrapper that delays, limits or breaks a t
 same few methods.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -100,6 +100,15 @@ class BlockRead:
     dst: memoryview
 
 
+@dataclass(frozen=True, slots=True)
+class RemovedBlock:
+    """A block that has left the disk tier, of any namespace."""
+
+    namespace: bytes
+    salt: bytes
+    key: bytes
+
+
 class DiskTier(Protocol):
     """The disk tier as the transfer loop sees it.
 
@@ -124,6 +133,10 @@ class DiskTier(Protocol):
 
     async def clear(self, seed: bytes) -> int:
         """Drop every block that descends from ``seed``; how many went."""
+
+    def watch_removals(self, watcher: Callable[[Sequence[RemovedBlock]], None]) -> None:
+        """Tell ``watcher`` which blocks this tier's own operations removed. It is called on the
+        loop's thread, before the operation returns and after those before it have."""
 
     def stats(self) -> DiskStats: ...
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 from kvstore.block import BlockRef, BlockWrite, PutOutcome
 from kvstore.disk import DiskEntry, DiskStats, DiskStore
 from kvstore.errors import KVStoreError
-from kvstore.tiers.base import BlockRead
+from kvstore.tiers.base import BlockRead, RemovedBlock
 
 T = TypeVar("T")
 
@@ -24,6 +24,7 @@ class LmdbTier:
         self._disk = disk
         self._readers = ThreadPoolExecutor(num_readers, "kv-disk-read")
         self._writer = ThreadPoolExecutor(1, "kv-disk-write")
+        self._watcher: Callable[[Sequence[RemovedBlock]], None] | None = None
 
     async def probe(self, refs: Sequence[BlockRef]) -> list[DiskEntry]:
         return await self._run(self._readers, self._disk.probe, refs)
@@ -42,13 +43,17 @@ class LmdbTier:
         return [outcome for part in done for outcome in part]
 
     async def write(self, writes: Sequence[BlockWrite]) -> list[PutOutcome]:
-        return await self._run(self._writer, self._disk.put_group, writes)
+        return await self._change(self._disk.put_group, writes)
 
     async def touch(self, keys: Sequence[bytes]) -> None:
-        await self._run(self._writer, self._disk.touch, keys)
+        await self._change(self._disk.touch, keys)
 
     async def clear(self, seed: bytes) -> int:
-        return await self._run(self._writer, self._clear_sync, seed)
+        return await self._change(self._clear_sync, seed)
+
+    def watch_removals(self, watcher: Callable[[Sequence[RemovedBlock]], None]) -> None:
+        self._disk.take_removed()
+        self._watcher = watcher
 
     def stats(self) -> DiskStats:
         return self._disk.stats()
@@ -59,6 +64,20 @@ class LmdbTier:
         self._readers.shutdown(wait=True)
         self._writer.shutdown(wait=True)
         self._disk.close()
+
+    async def _change(self, change: Callable[..., T], *arguments: object) -> T:
+        """Run a change on the writer's thread, and report what it removed."""
+
+        def run() -> tuple[T, list[RemovedBlock]]:
+            outcome = change(*arguments)
+            if self._watcher is None:
+                return outcome, []
+            return outcome, [RemovedBlock(*removed) for removed in self._disk.take_removed()]
+
+        outcome, removed = await self._run(self._writer, run)
+        if removed and self._watcher is not None:
+            self._watcher(removed)
+        return outcome
 
     @staticmethod
     async def _run(pool: ThreadPoolExecutor, function: Callable[..., T], *arguments: object) -> T:

@@ -6,10 +6,12 @@ import pytest
 
 from kvstore.block import TierName
 from kvstore.config import StoreConfig
+from kvstore.disk import DiskStore
 from kvstore.errors import ConfigError, CorruptBlockError, TierBrokenError
 from kvstore.event_file import read_events
 from kvstore.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, RequestMatched
 from kvstore.testing import FaultyDisk, MemoryDisk
+from kvstore.tiers.disk import LmdbTier
 
 A, B, C, END = [1] * 4, [2] * 4, [3] * 4, [9]
 FILL = [7] * 4 + [8] * 4 + [6] * 4 + END  # all blocks of a device of four
@@ -195,3 +197,52 @@ def test_a_sink_that_fails_costs_no_request(make_engine):
     engine.store.events.subscribe(sink)
     engine.run(A + B + END)
     assert engine.run(A + B + END).sources == [TierName.DEVICE] * 2
+
+
+def fill_disk(engine, num_prompts):
+    for number in range(num_prompts):
+        engine.run([number * 64 + i // 4 for i in range(256)] + END)
+        engine.store.flush(10.0)
+
+
+def test_what_disk_evicts_is_removed_and_what_it_holds_is_what_stayed(make_engine, tmp_path):
+    disk = DiskStore.open(tmp_path / "cache", capacity_bytes=1 << 20)
+    engine = make_engine(70, disk=LmdbTier(disk))
+    events = Listener(engine)
+    fill_disk(engine, 60)
+    tier = engine.store.stats().tiers["disk"]
+    assert tier.evicted_blocks > 0
+    assert tier.removed_blocks == tier.evicted_blocks
+    assert len([copy for copy in events.held() if copy[0] == "disk"]) == tier.used_blocks
+
+
+def test_another_model_s_blocks_that_disk_evicts_are_none_of_this_stream(make_engine, tmp_path):
+    first, second = (
+        make_engine(
+            70,
+            disk=LmdbTier(DiskStore.open(tmp_path / "cache", capacity_bytes=1 << 20)),
+            namespace=name,
+        )
+        for name in ("one", "two")
+    )
+    fill_disk(first, 5)
+    events = Listener(second)
+    fill_disk(second, 60)
+    stored = {key for each in events.of(BlockStored, medium="disk") for key in each.block_hashes}
+    removed = {key for each in events.of(BlockRemoved, medium="disk") for key in each.block_hashes}
+    assert removed <= stored
+    assert second.store.stats().tiers["disk"].evicted_blocks == len(removed) + 5 * 64
+
+
+def test_clearing_a_salt_on_disk_removes_its_blocks_one_by_one(make_engine, tmp_path):
+    engine = make_engine(disk=LmdbTier(DiskStore.open(tmp_path / "cache")))
+    events = Listener(engine)
+    for salt in ("", "tenant"):
+        engine.run(A + B + END, salt)
+    engine.store.flush(10.0)
+    engine.store.clear_disk("tenant", lambda: None)
+    (removed,) = events.of(BlockRemoved, medium="disk")
+    (cleared,) = events.of(AllBlocksCleared, medium="disk")
+    assert len(removed.block_hashes) == 2
+    assert removed.salt == cleared.salt != b""
+    assert len([copy for copy in events.held() if copy[0] == "disk"]) == 2
