@@ -1,22 +1,40 @@
 """What the command may do to a cache beside a running engine, or without one."""
 
+import os
+import random
+import stat
+import struct
+import time
+import tracemalloc
 from pathlib import Path
 
 import lmdb
+import msgpack
 import pytest
+import xxhash
 from disk_case import (
     IDENTITY,
     NAMESPACE,
     Blocks,
+    FakeClock,
     damage_payload,
     data_file,
     problems_on_disk,
 )
 
 from kvstore.block import PutOutcome
-from kvstore.disk import DiskStore
-from kvstore.disk.offline import summarize, verify
-from kvstore.errors import ConfigError
+from kvstore.disk import DiskStore, slices
+from kvstore.disk.offline import (
+    compact,
+    export_documents,
+    import_documents,
+    list_blocks,
+    remove,
+    summarize,
+    verify,
+)
+from kvstore.errors import ConfigError, TierBrokenError, TierFullError
+from kvstore.hashing import encode_tokens
 
 
 def test_summary_tells_what_is_cached(directory: Path, blocks: Blocks) -> None:
@@ -169,3 +187,291 @@ def test_verify_reports_a_damaged_structure_and_fix_sets_the_file_aside(
     assert verify(directory, fix=True)["fixed"] == 1
     assert [path.name for path in directory.glob("data.mdb.damaged-*")]
     assert verify(directory)["ok"]
+
+
+# --- listing and removing ------------------------------------------------------------------------
+
+
+def test_list_names_every_block_with_its_parent(directory: Path, blocks: Blocks) -> None:
+    refs = blocks.chain(3)
+    with DiskStore.open(directory, capacity_bytes=8 << 20) as store:
+        store.put_group(blocks.writes(refs))
+    rows = {row["key"]: row for row in list_blocks(directory, with_tokens=True)}
+    assert {row["parent"] for row in rows.values()} == {ref.parent.hex() for ref in refs}
+    row = rows[refs[2].key.hex()]
+    assert (row["depth"], row["nbytes"], row["tokens"], row["is_bad"]) == (2, 20_000, 16, False)
+    assert encode_tokens(row["token_ids"]) == refs[2].tokens
+
+
+def test_list_spans_slices_and_keeps_no_transaction_open(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slices, "SLICE_RECORDS", 7)
+    blocks = Blocks(payload_bytes=100)
+    with DiskStore.open(directory, capacity_bytes=8 << 20) as store:
+        store.put_group(blocks.writes(blocks.chain(50)))
+        seen = 0
+        for _ in list_blocks(directory):
+            seen += 1
+            store.remove([blocks.chain(1, start=seen)[0].key])
+            assert store._env._gate._inside == []
+        assert seen == 50
+
+
+def test_list_of_a_namespace_takes_its_id_or_its_model(directory: Path, blocks: Blocks) -> None:
+    other = Blocks(namespace=b"o" * 32)
+    with DiskStore.open(directory, capacity_bytes=8 << 20) as store:
+        store.register_namespace(NAMESPACE, IDENTITY)
+        store.put_group(blocks.writes(blocks.chain(3)))
+        store.put_group(other.writes(other.chain(2)))
+    assert len(list(list_blocks(directory, namespace="test/tiny"))) == 3
+    assert len(list(list_blocks(directory, namespace=(b"o" * 32).hex()[:8]))) == 2
+    with pytest.raises(ConfigError, match="test/tiny"):
+        list(list_blocks(directory, namespace="llama"))
+
+
+def test_remove_by_namespace_spares_the_other(directory: Path, blocks: Blocks) -> None:
+    other = Blocks(namespace=b"o" * 32)
+    with DiskStore.open(directory, capacity_bytes=8 << 20) as store:
+        store.register_namespace(NAMESPACE, IDENTITY)
+        store.put_group(blocks.writes(blocks.chain(3)))
+        store.put_group(other.writes(other.chain(2)))
+    assert remove(directory, namespace="test/tiny", dry_run=True)["blocks"] == 3
+    assert remove(directory, namespace="test/tiny") == {"blocks": 3, "bytes": 60_000}
+    assert summarize(directory)["blocks"] == 2
+    assert problems_on_disk(directory) == []
+
+
+def test_remove_by_age_spares_what_leads_to_something_younger(
+    directory: Path, blocks: Blocks, clock: FakeClock
+) -> None:
+    clock.now = time.time() - 1000
+    trunk, old = blocks.chain(3), blocks.chain(2, start=1)
+    with DiskStore.open(directory, capacity_bytes=8 << 20, clock=clock) as store:
+        store.put_group(blocks.writes(trunk + old))
+        clock.now += 990
+        store.put_group(blocks.writes(blocks.below(trunk[1], 1, start=5)))
+    assert remove(directory, unused_for_s=500)["blocks"] == 3
+    with DiskStore.open(directory) as store:
+        assert len(store.probe(trunk)) == 2
+    assert problems_on_disk(directory) == []
+
+
+def test_remove_of_a_document_spares_what_it_shares(directory: Path, blocks: Blocks) -> None:
+    trunk = blocks.chain(2)
+    one, two = blocks.below(trunk[1], 3, start=1), blocks.below(trunk[1], 3, start=2)
+    with DiskStore.open(directory, capacity_bytes=8 << 20) as store:
+        store.put_group(blocks.writes(trunk + one + two))
+        assert remove(directory, document=one[1].key.hex()[:12])["blocks"] == 3
+        assert len(store.probe(trunk + two)) == 5
+        assert store.probe(one) == []
+        assert remove(directory, document=two[2].key.hex())["blocks"] == 5
+        assert store.stats().blocks == 0
+    with pytest.raises(ConfigError, match="no block"):
+        remove(directory, document="00ff")
+
+
+def test_remove_of_nothing_in_particular_is_refused(directory: Path) -> None:
+    with DiskStore.open(directory, capacity_bytes=8 << 20):
+        pass
+    with pytest.raises(ConfigError, match="nothing was given"):
+        remove(directory)
+
+
+# --- compacting ----------------------------------------------------------------------------------
+
+
+def test_compact_gives_freed_pages_back_and_their_bytes_are_gone(
+    directory: Path, blocks: Blocks
+) -> None:
+    kept, gone = blocks.chain(5), blocks.chain(40)
+    with DiskStore.open(directory, capacity_bytes=8 << 20) as store:
+        store.put_group(blocks.writes(kept))
+        store.put_group(blocks.writes(gone))
+        store.remove([ref.key for ref in gone])
+    assert blocks.payload(gone[0]) in data_file(directory).read_bytes()
+    sizes = compact(directory)
+    assert sizes["bytes_after"] == data_file(directory).stat().st_size < sizes["bytes_before"] / 4
+    assert blocks.payload(gone[0]) not in data_file(directory).read_bytes()
+    assert stat.S_IMODE(data_file(directory).stat().st_mode) == 0o600
+    with DiskStore.open(directory) as store:
+        assert store.stats().state == "ok"
+        assert all(blocks.read(store, ref) == blocks.payload(ref) for ref in kept)
+        assert store.put_group(blocks.writes(gone))[-1] is PutOutcome.STORED
+    assert problems_on_disk(directory) == []
+
+
+def test_compact_refuses_while_somebody_is_attached_and_names_them(
+    directory: Path, blocks: Blocks
+) -> None:
+    with DiskStore.open(directory, capacity_bytes=8 << 20) as store:
+        store.put_group(blocks.writes(blocks.chain(2)))
+        with pytest.raises(TierBrokenError, match=f"pid {os.getpid()}"):
+            compact(directory)
+        assert len(store.probe(blocks.chain(1))) == 0
+    assert compact(directory)["bytes_after"] > 0
+
+
+def test_compact_without_room_for_the_copy_changes_nothing(
+    directory: Path, blocks: Blocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with DiskStore.open(directory, capacity_bytes=8 << 20) as store:
+        store.put_group(blocks.writes(blocks.chain(20)))
+    before = data_file(directory).read_bytes()
+    full = os.statvfs_result((4096, 4096, 1000, 10, 10, 0, 0, 0, 0, 255))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "statvfs", lambda path: full)
+        with pytest.raises(TierFullError) as caught:
+            compact(directory)
+    assert caught.value.needed_bytes > 20 * 20_000
+    assert data_file(directory).read_bytes() == before
+    assert problems_on_disk(directory) == []
+
+
+def test_compact_clears_up_after_one_that_was_killed(directory: Path, blocks: Blocks) -> None:
+    with DiskStore.open(directory, capacity_bytes=8 << 20) as store:
+        store.put_group(blocks.writes(blocks.chain(2)))
+    (directory / "data.mdb.tmp-123").write_bytes(b"half a copy")
+    compact(directory)
+    assert {path.name for path in directory.iterdir()} == {"data.mdb", "lock.mdb", "attached"}
+
+
+# --- export and import ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def exported(directory: Path, blocks: Blocks, tmp_path: Path) -> Path:
+    with DiskStore.open(directory, capacity_bytes=8 << 20) as store:
+        store.register_namespace(NAMESPACE, IDENTITY)
+        store.put_group(blocks.writes(blocks.chain(6, start=1)))
+        store.put_group(blocks.writes(blocks.chain(2, start=2, salt="s"), salt=b"s" * 16))
+    file = tmp_path / "documents.kv"
+    assert export_documents(directory, file) == {"blocks": 8, "bytes": 160_000}
+    return file
+
+
+def test_export_carries_blocks_into_another_cache(
+    exported: Path, blocks: Blocks, tmp_path: Path, directory: Path
+) -> None:
+    assert stat.S_IMODE(exported.stat().st_mode) == 0o600
+    target = tmp_path / "target"
+    counts = import_documents(target, exported, capacity_bytes=8 << 20)
+    assert counts == {"blocks": 8, "present": 0, "refused": 0}
+    assert summarize(target)["namespaces"] == summarize(directory)["namespaces"]
+    with DiskStore.open(target) as store:
+        refs = blocks.chain(6, start=1)
+        assert all(blocks.read(store, ref) == blocks.payload(ref) for ref in refs)
+        assert import_documents(target, exported)["present"] == 8
+    assert problems_on_disk(target) == []
+
+
+def test_export_of_a_document_takes_what_it_continues(
+    directory: Path, exported: Path, blocks: Blocks, tmp_path: Path
+) -> None:
+    file = tmp_path / "one.kv"
+    middle = blocks.chain(6, start=1)[3]
+    assert export_documents(directory, file, document=middle.key.hex()[:10])["blocks"] == 6
+
+
+def test_export_leaves_out_a_bad_block_and_what_is_below_it(
+    directory: Path, exported: Path, blocks: Blocks, tmp_path: Path
+) -> None:
+    damage_payload(directory, blocks.payload(blocks.chain(6, start=1)[2]))
+    assert export_documents(directory, tmp_path / "again.kv")["blocks"] == 4
+
+
+def test_name_that_a_cache_has_for_a_namespace_survives_an_import(
+    exported: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "target"
+    with DiskStore.open(target, capacity_bytes=8 << 20) as store:
+        store.register_namespace(NAMESPACE, {**IDENTITY, "model": "mine"})
+    import_documents(target, exported)
+    assert summarize(target)["namespaces"][0]["model"] == "mine"
+
+
+def test_any_flipped_bit_in_an_export_refuses_the_whole_file(
+    exported: Path, tmp_path: Path
+) -> None:
+    data = exported.read_bytes()
+    draw = random.Random(5)
+    offsets = [*range(0, 400, 7), *(draw.randrange(len(data)) for _ in range(60))]
+    for offset in offsets:
+        flipped = bytes([data[offset] ^ (1 << draw.randrange(8))])
+        exported.write_bytes(data[:offset] + flipped + data[offset + 1 :])
+        with pytest.raises(ConfigError):
+            import_documents(tmp_path / "target", exported)
+    assert not (tmp_path / "target").exists()
+
+
+def test_truncated_export_is_refused(exported: Path, tmp_path: Path) -> None:
+    data = exported.read_bytes()
+    for size in (0, 10, 20, 100, len(data) // 2, len(data) - 1):
+        exported.write_bytes(data[:size])
+        with pytest.raises(ConfigError, match="not a valid export"):
+            import_documents(tmp_path / "target", exported)
+    assert not (tmp_path / "target").exists()
+
+
+def test_length_beyond_the_file_is_refused_before_anything_is_allocated(
+    exported: Path, tmp_path: Path
+) -> None:
+    data = bytearray(exported.read_bytes())
+    data[24:32] = (1 << 29).to_bytes(8, "little")  # of the first payload
+    exported.write_bytes(data)
+    tracemalloc.start()
+    with pytest.raises(ConfigError, match="ends too early"):
+        import_documents(tmp_path / "target", exported)
+    assert tracemalloc.get_traced_memory()[1] < 10 << 20
+    tracemalloc.stop()
+
+
+def frame(header: dict, payload: bytes = b"") -> bytes:
+    packed = msgpack.packb(header)
+    digest = xxhash.xxh3_128_digest(packed + payload)
+    return struct.pack("<IQ16s", len(packed), len(payload), digest) + packed + payload
+
+
+BLOCK_HEADER = {
+    "kind": "block",
+    "parent": b"p" * 32,
+    "tokens": b"t" * 64,
+    "depth": 0,
+    "namespace": b"n" * 32,
+    "salt": b"",
+    "num_tokens": 16,
+    "payload_bytes": 5,
+    "codec": "raw",
+    "checksum": xxhash.xxh3_128_digest(b"bytes"),
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"parent": b"short"},
+        {"tokens": "text"},
+        {"depth": -1},
+        {"depth": 1},
+        {"depth": True},
+        {"namespace": b""},
+        {"salt": b"x" * 1000},
+        {"num_tokens": 1 << 40},
+        {"payload_bytes": 6},
+        {"payload_bytes": 1 << 60},
+        {"codec": "../zip"},
+        {"checksum": b"0" * 16},
+        {"kind": "pickle"},
+    ],
+)
+def test_forged_block_is_refused(tmp_path: Path, change: dict) -> None:
+    start = struct.pack("<16sI", b"KVSTORE EXPORT\0\0", 1)
+    end = frame({"kind": "end", "blocks": 1, "bytes": 5})
+    file = tmp_path / "forged.kv"
+    file.write_bytes(start + frame(BLOCK_HEADER, b"bytes") + end)
+    target = tmp_path / "target"
+    assert import_documents(target, file, capacity_bytes=8 << 20)["blocks"] == 1
+    file.write_bytes(start + frame(BLOCK_HEADER | change, b"bytes") + end)
+    with pytest.raises(ConfigError, match="not a valid export"):
+        import_documents(tmp_path / "other", file)
+    assert not (tmp_path / "other").exists()
