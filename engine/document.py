@@ -1,5 +1,6 @@
 """A document that is read once and asked many questions."""
 
+import contextlib
 import datetime
 import os
 from pathlib import Path
@@ -8,8 +9,9 @@ from typing import TYPE_CHECKING, Any, overload
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from kvstore.block import TierName
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, StoreClosedError
 from kvstore.hashing import encode_tokens
+from kvstore.lease import Pin
 
 if TYPE_CHECKING:
     from engine.llm import LLM
@@ -34,6 +36,7 @@ class Document:
     def __init__(self, llm: "LLM", text: str, *, salt: str) -> None:
         if not text.strip():
             raise ConfigError("the document is empty")
+        self.pinned: Pin | None = None  # what ``LLM.document(pin=True)`` holds
         self._llm = llm
         self._salt = salt
         tokenizer = llm._need_tokenizer("a document")
@@ -56,13 +59,42 @@ class Document:
 
     def prefill(self) -> None:
         """Read the document now. Returns at once when the device holds it."""
-        block_size = self._llm.config.block_size
-        whole = self._prefix[: len(self._prefix) // block_size * block_size]
+        unit = self._llm._loaded.reuse_tokens
+        whole = self._prefix[: len(self._prefix) // unit * unit]
         if whole and self._llm.config.enable_prefix_caching:
             request = self._llm._request(
                 None, whole, _DEFAULT_PARAMS, self._salt, prefill_only=True
             )
             self._llm._run([request], show_progress=False)
+
+    def warm(self) -> None:
+        """Start bringing what is cached of the document to the device, and return at once."""
+        store = self._llm._core.store
+        tokens = encode_tokens(self._prefix)
+        self._llm._core.call(lambda: store.prefetch(tokens, self._salt))
+
+    def pin(self) -> Pin:
+        """Read the document if need be, and keep it in memory until the pin is released.
+
+        The pin is a context manager. Raises ``CapacityError`` when pins would take more than half
+        of the slowest memory tier.
+        """
+        self.prefill()
+        core, tokens = self._llm._core, encode_tokens(self._prefix)
+
+        def hold() -> Pin:
+            lookup = core.store.lookup(
+                tokens, self._salt, num_reusable=len(self._prefix), peek=True
+            )
+            return core.store.pin(lookup)
+
+        pin = core.call(hold)
+
+        def let_go() -> None:
+            with contextlib.suppress(StoreClosedError):
+                core.call(pin.release)
+
+        return Pin(pin.num_blocks, let_go)
 
     @overload
     def ask(

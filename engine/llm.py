@@ -19,6 +19,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 import transformers
 
+from engine.chunking import AsFits, WholeChunks
 from engine.config import EngineConfig
 from engine.core import CoreLimits, EngineCore
 from engine.detokenizer import Detokenizer
@@ -62,17 +63,20 @@ class LLM:
             tokenizer=self.config.tokenizer,
             revision=self.config.revision,
             trust_remote_code=self.config.trust_remote_code,
+            attention_backend=self.config.attention_backend,
             deterministic=self.config.deterministic,
             skip_tokenizer_init=self.config.skip_tokenizer_init,
         )
         self.tokenizer = self._loaded.tokenizer
         self.max_model_len = self._loaded.max_model_len
+        shapes = self._loaded.fixed_shapes
         self._core = EngineCore(
             lambda on_event: build_parts(self.config, self._loaded, on_event),
             CoreLimits(
                 max_num_seqs=self.config.max_num_seqs,
                 max_num_batched_tokens=self.config.max_num_batched_tokens,
                 use_cache=self.config.enable_prefix_caching,
+                chunking=WholeChunks(shapes) if shapes else AsFits(),
             ),
         )
         _open_engines.add(self)
@@ -134,12 +138,15 @@ class LLM:
         """A document to ask questions about. A ``str`` is its text, a path the file that holds it.
 
         With ``prefill`` it is read now, unless the cache holds it, so that questions find it there;
-        without, the first question reads it. Raises ``ConfigError`` when it is empty or longer than
-        the model's context.
+        without, the first question reads it. With ``pin`` it is read and kept in memory until
+        ``document.pinned.release()``. Raises ``ConfigError`` when it is empty or longer than the
+        model's context.
         """
         text = text_or_path if isinstance(text_or_path, str) else read_document(text_or_path)
         document = Document(self, text, salt=cache_salt or "")
-        if prefill:
+        if pin:
+            document.pinned = document.pin()
+        elif prefill:
             document.prefill()
         return document
 

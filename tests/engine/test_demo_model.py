@@ -4,6 +4,7 @@ import pytest
 
 from engine import LLM, SamplingParams
 from engine.model_source import resolve_model
+from kvstore.errors import CapacityError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 FACT = "Mr. Adams keeps bees in Oslo and sells honey to his neighbours on Fridays. "
@@ -117,3 +118,19 @@ def test_chat_answers_a_conversation(demo_llm):
     (again,) = demo_llm.chat([messages], GREEDY)
     assert output.outputs[0].token_ids == again.outputs[0].token_ids
     assert output.outputs[0].text.strip()
+
+
+def test_a_pinned_document_stays_in_memory_and_a_warmed_one_comes_back(demo_llm):
+    pinned = demo_llm.document("Pinned. " + FACT * 6, pin=True)
+    with demo_llm.document("Long. " + FACT * 24).pin() as held:
+        assert held.num_blocks > 0
+        with pytest.raises(CapacityError, match="at most half"):
+            demo_llm.document("Too much. " + FACT * 24).pin()
+    found = pinned.residency()
+    assert found["device"] + found["host"] == pinned.num_tokens // 16 * 16
+    pinned.pinned.release()
+    demo_llm.reset_prefix_cache("device")
+    demo_llm.reset_prefix_cache("host")
+    pinned.warm()
+    assert demo_llm._core.wait_for(lambda: demo_llm._core.store.num_pending == 0, timeout=30)
+    assert pinned.residency()["device"] == pinned.num_tokens // 16 * 16
