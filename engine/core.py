@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from engine.chunking import Chunking
 from engine.model_runner import ModelRunner, SequenceStep
 from engine.request import Request
 from engine.sampler import sample
@@ -46,6 +47,7 @@ class CoreLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
     use_cache: bool
+    chunking: Chunking
 
 
 class EngineCore:
@@ -153,6 +155,7 @@ class EngineCore:
                 max_num_seqs=self._limits.max_num_seqs,
                 max_num_batched_tokens=self._limits.max_num_batched_tokens,
                 use_cache=self._limits.use_cache,
+                chunking=self._limits.chunking,
                 clock=self._clock,
             )
             self.store.cost.chunk_tokens = self._limits.max_num_batched_tokens

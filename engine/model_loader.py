@@ -65,6 +65,11 @@ class LoadedModel:
         return dtype
 
     @property
+    def reuse_tokens(self) -> int:
+        """A cached prefix is reused in multiples of so many tokens."""
+        return self.fixed_shapes.chunk_tokens if self.fixed_shapes else self.layout.block_size
+
+    @property
     def device(self) -> torch.device:
         device: torch.device = self.model.device
         return device

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from engine.config import EngineConfig
 from engine.model_loader import LoadedModel
 from engine.model_runner import ModelRunner
-from kvstore.config import parse_size
+from kvstore.config import StoreConfig, parse_size
 from kvstore.disk import DiskStore
 from kvstore.errors import ConfigError, TierBrokenError
 from kvstore.hashing import namespace_id
@@ -28,7 +29,7 @@ def build_parts(
     config: EngineConfig, loaded: LoadedModel, on_event: Callable[[], None]
 ) -> tuple[BlockStore, ModelRunner]:
     """The store and the runner that shares its device pool; the caller's thread owns both."""
-    store_config = config.resolved_store_config()
+    store_config = _store_config(config, loaded)
     namespace = namespace_id(loaded.identity)
     pool, copier, tensor = _device_pool(config, loaded)
     host_blocks = _host_blocks(config, loaded)
@@ -39,6 +40,7 @@ def build_parts(
             tensor,
             attention_backend=config.attention_backend,
             enforce_eager=config.enforce_eager,
+            fixed_shapes=loaded.fixed_shapes,
         )
         store = BlockStore(
             loaded.layout,
@@ -58,11 +60,31 @@ def build_parts(
     return store, runner
 
 
+def _store_config(config: EngineConfig, loaded: LoadedModel) -> StoreConfig:
+    """With what deterministic mode asks of the store: whole chunks, nothing of a block."""
+    store_config, shapes = config.resolved_store_config(), loaded.fixed_shapes
+    if shapes is None:
+        return store_config
+    least = config.max_num_seqs + shapes.chunk_tokens
+    if config.max_num_batched_tokens < least:
+        raise ConfigError(
+            f"max_num_batched_tokens: deterministic mode needs {least} for a chunk of "
+            f"{shapes.chunk_tokens} beside max_num_seqs ({config.max_num_seqs}), got "
+            f"{config.max_num_batched_tokens}"
+        )
+    return replace(
+        store_config,
+        reuse_unit_blocks=shapes.chunk_tokens // config.block_size,
+        min_partial_tokens=config.block_size,
+    )
+
+
 def _device_pool(
     config: EngineConfig, loaded: LoadedModel
 ) -> tuple[BlockPool, BlockCopier | None, torch.Tensor]:
     layout, block_bytes = loaded.layout, loaded.layout.block_bytes
-    needed = layout.blocks_for(loaded.max_model_len)
+    unit = loaded.reuse_tokens  # in deterministic mode the last chunk takes its padding along
+    needed = layout.blocks_for(-(-loaded.max_model_len // unit) * unit)
     if config.device_cache != "auto":
         size = parse_size(config.device_cache, "device_cache")
     elif loaded.device.type == "cuda":

@@ -3,6 +3,8 @@
 Continuous batching: every step first gives each decoding sequence its one token, then the rest of
 the token budget to prefill chunks, oldest request first, then admits waiting sequences. A sequence
 that waits for disk or for blocks on their way holds up nobody.
+
+Does not know how a prompt is cut into chunks (``engine.chunking``).
 """
 
 import math
@@ -10,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from engine.chunking import Chunking
 from engine.sequence import Sequence, SequenceState
 from kvstore.errors import OutOfBlocksError
 from kvstore.lease import LookupState
@@ -30,6 +33,8 @@ class Scheduler:
     waiting     not admitted yet, in order of arrival; preempted sequences stand in front
     promoting   admitted, their blocks are on their way to the device
     running     admitted, in order of admission
+
+    ``chunking`` says how many tokens of a sequence a step computes.
     """
 
     def __init__(
@@ -40,12 +45,14 @@ class Scheduler:
         max_num_batched_tokens: int,
         use_cache: bool,
         clock: Callable[[], float],
+        chunking: Chunking,
     ) -> None:
         self._store = store
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._use_cache = use_cache
         self._clock = clock
+        self._chunking = chunking
         self.waiting: list[Sequence] = []
         self.promoting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -68,10 +75,10 @@ class Scheduler:
         for sequence in sorted(self.running, key=lambda each: each.num_uncomputed > 1):
             if sequence not in self.running:  # preempted in this loop
                 continue
-            num_tokens = min(sequence.num_uncomputed, budget)
+            num_tokens = self._chunking.num_next(sequence, budget)
             if num_tokens and self._extend(sequence, num_tokens, batch):
                 batch.append(ScheduledSequence(sequence, num_tokens))
-                budget -= num_tokens
+                budget -= self._chunking.num_positions(num_tokens)
         return batch + self._admit(budget)
 
     def finish(self, sequence: Sequence) -> None:
@@ -89,7 +96,8 @@ class Scheduler:
         if self._use_cache:
             assert sequence.lease is not None
             before = len(sequence.lease.slots)
-            self._store.commit(sequence.lease, sequence.token_bytes, sequence.num_computed)
+            num_cacheable = self._chunking.num_cacheable(sequence)
+            self._store.commit(sequence.lease, sequence.token_bytes, num_cacheable)
             self._unregister(sequence, before)
 
     # ---- admission -----------------------------------------------------------------------------
@@ -101,7 +109,7 @@ class Scheduler:
                 break
             if not self._look_up(sequence) or self._prefix_is_being_computed(sequence):
                 continue
-            if budget == 0:
+            if budget < self._chunking.least_budget:
                 break
             if not self._reserve(sequence, budget):
                 break  # no room: those behind must not overtake for ever
@@ -112,18 +120,17 @@ class Scheduler:
             num_tokens = self._start(sequence, budget)
             if num_tokens:
                 batch.append(ScheduledSequence(sequence, num_tokens))
-                budget -= num_tokens
+                budget -= self._chunking.num_positions(num_tokens)
         return batch
 
     def _look_up(self, sequence: Sequence) -> bool:
         """Whether it is known where the sequence's prefix lies."""
         if sequence.lookup is None:
             tokens = bytes(sequence.token_bytes) if self._use_cache else b""
-            reusable = len(sequence.token_ids) - (0 if sequence.prefill_only else 1)
             sequence.lookup = self._store.lookup(
                 tokens,
                 sequence.salt,
-                num_reusable=reusable,
+                num_reusable=self._chunking.num_reusable(sequence),
                 peek=sequence.cached_tokens is not None,  # preempted: its hits were counted
             )
             if sequence.lookup.state is LookupState.PROBING:
@@ -145,10 +152,9 @@ class Scheduler:
 
     def _reserve(self, sequence: Sequence, budget: int) -> bool:
         assert sequence.lookup is not None
+        num_tokens, chunk_tokens = self._chunking.num_at_first(sequence, budget)
         try:
-            lease = self._store.reserve(
-                sequence.lookup, len(sequence.token_ids), chunk_tokens=budget
-            )
+            lease = self._store.reserve(sequence.lookup, num_tokens, chunk_tokens=chunk_tokens)
         except OutOfBlocksError:
             return False
         sequence.lease = lease
@@ -188,7 +194,7 @@ class Scheduler:
         sequence.state = SequenceState.RUNNING
         sequence.times.running_at = sequence.times.running_at or self._clock()
         self.running.append(sequence)
-        return min(sequence.num_uncomputed, budget)
+        return self._chunking.num_next(sequence, budget)
 
     def next_deadline(self) -> float:
         """Clock time at which a sequence stops waiting for its blocks; infinity for none."""
@@ -216,7 +222,8 @@ class Scheduler:
         while True:
             try:
                 assert sequence.lease is not None
-                self._store.extend(sequence.lease, sequence.num_computed + num_tokens)
+                end = sequence.num_computed + self._chunking.num_positions(num_tokens)
+                self._store.extend(sequence.lease, end)
                 return True
             except OutOfBlocksError as error:
                 if error.available_blocks >= error.needed_blocks:

@@ -112,6 +112,7 @@ class StoreConfig(DiskConfig):
     low_watermark: float = 0.75  # and at which it stops
     min_hits: int = 2  # write policy min_hits: requests that find a block before it is written
     min_partial_tokens: int = 8  # least saving for which the head of a block is copied
+    reuse_unit_blocks: int = 1  # a prefix is reused in multiples of so many blocks
     staging_bytes: int = 64 << 20  # buffer between disk and a device the processor cannot address
     write_bytes_per_s: float = 1 << 30  # most that cleaning writes to disk
     promote_deadline_s: float | None = None  # after this long a request computes instead
@@ -127,6 +128,7 @@ class StoreConfig(DiskConfig):
         _check_at_least(self, "dirty_max_age_s", 0)
         _check_at_least(self, "min_hits", 1)
         _check_at_least(self, "min_partial_tokens", 1)
+        _check_at_least(self, "reuse_unit_blocks", 1)
         _check_at_least(self, "staging_bytes", 1)
         _check_at_least(self, "write_bytes_per_s", 1)
         _check_watermarks(self, "high_watermark", "low_watermark")

@@ -102,7 +102,7 @@ def test_a_decoded_token_has_the_same_bits_in_every_batch(loaded):
     crowded = Pool(loaded)
     read(crowded, tokens, table)
     others = []
-    for i in range(10):  # more than one forward of eight holds
+    for i in range(10):  # more than one forward holds
         blocks = list(range(TABLE + 17 * i, TABLE + 17 * (i + 1)))
         read(crowded, prompt(i + 1, 20 + 7 * i), blocks)
         others.append(SequenceStep([i + 3], 20 + 7 * i, blocks, i % 2 == 0))
