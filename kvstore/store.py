@@ -34,6 +34,7 @@ from kvstore.lease import Lease, Lookup, LookupState, Pin
 from kvstore.matching import Matcher
 from kvstore.policy import VictimPolicy
 from kvstore.promotion import Promoter
+from kvstore.self_measurement import SelfMeasurement
 from kvstore.stats import StoreStats, TierStats
 from kvstore.tiers.base import BlockCopier, BlockPool, DiskTier, RemovedBlock
 from kvstore.tiers.host import HostCopier, HostPool
@@ -150,6 +151,9 @@ class BlockStore:
         )
         self._matcher = Matcher(
             self.index, self.cost, self._promoter.loading_from, layout, namespace, self.config
+        )
+        self._self_measurement = SelfMeasurement(
+            self._transfer, copier, device, self.host, self.cost, layout.block_bytes, clock
         )
         self.leases: set[Lease] = set()
         self._prefetches: list[tuple[Lookup, Lease | None]] = []
@@ -424,6 +428,12 @@ class BlockStore:
 
         self._transfer.clear(chain_seed(self.namespace, salt), end)
 
+    def measure(self) -> None:
+        """Measure what loads from tiers cost that were not measured yet. Does not wait."""
+        self._check_open()
+        if self.config.load_policy == "auto":
+            self._self_measurement.start(self._disk, chain_seed(self.namespace))
+
     def residency(self, lookup: Lookup) -> dict[TierName, int]:
         """Blocks of a looked-up prefix by the fastest tier that held them."""
         return dict(Counter(lookup.sources))
@@ -441,12 +451,12 @@ class BlockStore:
         return set(self._evictor.pins)
 
     def abandoned_blocks(self) -> list[int]:
-        """Device blocks that only a transfer owns: their lease has gone."""
-        return list(self._promoter.abandoned)
+        """Device blocks that only a transfer owns: their lease has gone, or never was."""
+        return [*self._promoter.abandoned, *self._self_measurement.block_ids]
 
     def host_ids_in_flight(self) -> list[int]:
         """Host blocks that a copy is filling, not visible yet."""
-        return list(self._evictor.host_ids_in_flight)
+        return [*self._evictor.host_ids_in_flight, *self._self_measurement.host_ids]
 
     @property
     def is_closed(self) -> bool:

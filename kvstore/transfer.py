@@ -123,6 +123,10 @@ class TransferLoop:
     def has_completions(self) -> bool:
         return bool(self._completions)
 
+    def run(self, job: Coroutine[Any, Any, T], done: Done[T]) -> None:
+        """A job of the caller's."""
+        self._submit(job, done)
+
     def probe(self, refs: Sequence[BlockRef], below: bool, done: Done[Probed]) -> None:
         """Find the longest run of ``refs`` on disk, and with ``below`` what hangs on its end."""
         self._submit(self._probe(refs, below), done)
