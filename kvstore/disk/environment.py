@@ -81,6 +81,7 @@ class Environment:
         self._pid = os.getpid()
         self._gate = Gate()
         self._writer = threading.Lock()
+        self._reopening = threading.Lock()
         self._lmdb: Any = None
         self._identity: tuple[int, int] | None = None
         self._is_marked_unsynced = False
@@ -111,6 +112,9 @@ class Environment:
                 later = self._held_alone()
             if later is None:
                 self._open()
+        except OSError as error:
+            attachment.detach()
+            raise self._explain(error) from error
         except BaseException:
             attachment.detach()
             raise
@@ -156,7 +160,7 @@ class Environment:
             if is_new:
                 self._create()
             head = self._take_handles()
-        except (lmdb.Error, OSError) as error:
+        except (lmdb.Error, OSError, WriterBusyError) as error:
             self._close_lmdb()
             raise self._explain(error) from error
         except BaseException:
@@ -187,6 +191,8 @@ class Environment:
         )
         stat = self.data_file.stat()
         self._identity = (stat.st_dev, stat.st_ino)
+        if self.attachment.can_write:
+            self._lmdb.reader_check()
 
     def _explain(self, error: Exception) -> TierBrokenError:
         if isinstance(error, lmdb.LockError):
@@ -272,11 +278,17 @@ class Environment:
             raise TierBrokenError(self.reason or "", tier="disk") from error
         if (stat.st_dev, stat.st_ino) == self._identity:
             return
-        logger.warning("cache file was replaced, reopening path=%s", self.data_file)
-        self.reopen()
+        with self._reopening:
+            if (stat.st_dev, stat.st_ino) != self._identity:  # no other thread was faster
+                logger.warning("cache file was replaced, reopening path=%s", self.data_file)
+                self._reopen()
 
-    def reopen(self) -> None:
-        """Let go of the directory and take it again. Raises what opening raises."""
+    def recover(self) -> None:
+        """Reopen after a failure that left liblmdb unable to go on. Raises what opening raises."""
+        with self._reopening:
+            self._reopen()
+
+    def _reopen(self) -> None:
         with self._gate.alone():
             self._close_lmdb()
             self.attachment.detach()
@@ -363,7 +375,7 @@ class Environment:
         try:
             while not self._try_lock_writer():
                 if time.monotonic() - start >= timeout_s:
-                    raise WriterBusyError
+                    raise WriterBusyError("another process keeps the writer's lock")
                 time.sleep(pause)
                 pause = min(2 * pause, 0.005)
         finally:
@@ -411,6 +423,14 @@ class Environment:
                 return
             if int(self._lmdb.info()["map_size"]) != map_bytes or at_least_file:
                 self._lmdb.set_mapsize(map_bytes)
+
+    def free_stale_readers(self) -> int:
+        """Give up the slots of readers that were killed: they would keep freed pages for ever."""
+        self._gate.enter()
+        try:
+            return int(self._lmdb.reader_check()) if self._state is State.OK else 0
+        finally:
+            self._gate.leave()
 
     def trim(self) -> None:
         """Give back what a commit that failed for lack of space wrote behind the last page."""

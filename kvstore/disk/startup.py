@@ -128,14 +128,17 @@ def _check_light(data_file: Path) -> Finding:
 
 
 def is_ours(directory: Path) -> bool:
-    """Whether the directory's database, if it has one, is a cache or not yet anything.
+    """Whether the directory is a cache, or has no database yet.
 
-    A damaged file is ours when the directory also has the file that attached processes meet at.
+    Where attached processes have met it is one, whatever became of the file. Elsewhere its database
+    must have our tables: nothing of another's is ever set aside.
     """
+    if (directory / ATTACH_FILE).exists():
+        return True
     finding = check_light(directory / DATA_FILE)
     if finding.soundness in (Soundness.DAMAGED, Soundness.FOREIGN):
-        return finding.soundness is Soundness.DAMAGED and (directory / ATTACH_FILE).exists()
+        return False
     names = database_names(directory / DATA_FILE, finding)
-    if names is None:  # a page out of place: sound for nobody, so the same question as above
-        return (directory / ATTACH_FILE).exists()
-    return not names or {schema.INDEX, schema.META, schema.RECENCY} <= set(names)
+    return names == [] or (
+        names is not None and {schema.INDEX, schema.META, schema.RECENCY} <= set(names)
+    )

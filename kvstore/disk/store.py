@@ -35,6 +35,7 @@ from kvstore.errors import (
     StoreClosedError,
     TierBrokenError,
 )
+from kvstore.hashing import block_key
 
 logger = logging.getLogger(__name__)
 
@@ -411,7 +412,10 @@ class DiskStore:
     def _suspect(self, ref: BlockRef, record: Record | None, reason: str) -> CorruptBlockError:
         """Count a bad block, and leave it to the writer to mark it."""
         self._count_corrupt(reason)
-        self._writer.suspects.append((ref, record))
+        # A record that fits its key is right, and the request is what is wrong.
+        fits = record is not None and block_key(record.parent, record.tokens) == ref.key
+        if not (fits and reason in ("parent", "tokens")):
+            self._writer.suspects[ref.key] = (ref, record)
         return CorruptBlockError(f"block {ref.key.hex()[:16]}: bad {reason}", reason=reason)
 
     def _count_corrupt(self, reason: str) -> None:

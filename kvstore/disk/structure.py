@@ -32,6 +32,7 @@ _P_LEAF = 0x02
 _P_META = 0x08
 _PAGE_HEADER = 16
 _NO_PAGE = 2**64 - 1
+_LOOKS = 3
 # A meta page of LMDB 0.9, 64 bit: header (pgno, pad, flags, lower, upper), then magic, version,
 # address, map size, two tree descriptors (pad, flags, depth, branch, leaf, overflow, entries,
 # root), last page, transaction id. The page size is the first descriptor's pad.
@@ -56,19 +57,31 @@ class Finding:
 
 
 def check_light(data_file: Path) -> Finding:
-    """Judge the file by its size and its two meta pages; reads 8 KiB, maps nothing."""
+    """Judge the file by its two meta pages and its size; reads 8 KiB, maps nothing.
+
+    A writer may be at work on it: what looks wrong is looked at again.
+    """
+    for _ in range(_LOOKS - 1):
+        finding = _look(data_file)
+        if finding.soundness in (Soundness.EMPTY, Soundness.SOUND):
+            return finding
+        time.sleep(0.001)
+    return _look(data_file)
+
+
+def _look(data_file: Path) -> Finding:
     try:
         fd = os.open(data_file, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return Finding(Soundness.EMPTY)
     try:
-        size = os.fstat(fd).st_size
-        if size == 0:
+        if os.fstat(fd).st_size == 0:
             return Finding(Soundness.EMPTY)
         metas = [_parse_meta(os.pread(fd, _META.size, 0))]
         if isinstance(metas[0], str):
             return Finding(Soundness.DAMAGED, f"meta page 0: {metas[0]}")
         metas.append(_parse_meta(os.pread(fd, _META.size, metas[0].page_size)))
+        size = os.fstat(fd).st_size  # after the meta pages: a commit extends the file before them
     finally:
         os.close(fd)
     return _judge(metas, size)

@@ -9,7 +9,7 @@ import errno
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import lmdb
@@ -36,6 +36,9 @@ _WORTH = 0.95  # a codec must save more than this leaves
 _REMOVE_SLICE = 1000  # keys a transaction
 
 
+Suspect = tuple[BlockRef, Record | None]  # None: the record itself could not be read
+
+
 class _NoRoomError(Exception):
     """Abort the transaction: the batch does not fit, and nothing shall have changed."""
 
@@ -53,13 +56,14 @@ class Writer:
         lock_timeout_s: float,
     ) -> None:
         self.space = Space(env, config, monotonic)
-        self.suspects: deque[tuple[BlockRef, Record | None]] = deque()  # bad blocks readers met
+        self.suspects: dict[bytes, Suspect] = {}  # bad blocks that readers met, by key
         self.num_evicted = 0
         self.removed: list[tuple[bytes, bytes, bytes]] | None = None  # None: nobody takes them
         self._env = env
         self._clock = clock
         self._codec = get_codec(config.codec)
         self._touch_interval_s = config.touch_interval_s
+        self._group_bytes = config.group_commit_bytes
         self._lock_timeout_s = lock_timeout_s
         self._capacity_bytes = capacity_bytes  # to be written; None once it was
         self._identities: dict[bytes, bytes] = {}  # to be written
@@ -96,12 +100,12 @@ class Writer:
         """Write what waits: names of namespaces, a new capacity, bad blocks. Never raises."""
         if not (self.suspects or self._identities or self._capacity_bytes is not None):
             return
-        suspects = list(self.suspects)
-        if self._attempt(lambda ledger: self._tidy(ledger, suspects), wait_s):
+        suspects = self.suspects.copy()
+        if self._attempt(lambda ledger: self._tidy(ledger, suspects.values()), wait_s):
             self._identities.clear()
             self._capacity_bytes = None
-            for _ in suspects:
-                self.suspects.popleft()
+            for key in suspects:
+                del self.suspects[key]
 
     def touch(self, keys: Sequence[bytes]) -> None:
         now = self._clock()
@@ -146,7 +150,7 @@ class Writer:
         spared = {*spare, *(block.key for block in blocks), *(block.parent for block in blocks)}
         if blocks:
             self.space.check_volume(sum(block.nbytes for block in blocks))
-        batches = deque([list(blocks)])
+        batches = deque(_split(blocks, self._group_bytes))
         while batches:
             batch = _without_lost(batches.popleft(), outcomes)
             if not batch:
@@ -297,6 +301,9 @@ class Writer:
         return 0
 
     def _relieve(self, need: int, spared: Collection[bytes]) -> bool:
+        """After a full map that the accounts did not foresee: whether trying again may help."""
+        if self._env.free_stale_readers():
+            return True
         is_better = self._attempt(lambda ledger: self.space.relieve(ledger, need, spared))
         if not is_better and not self._has_warned_of_reader:
             self._has_warned_of_reader = True
@@ -316,7 +323,7 @@ class Writer:
             return True
         if isinstance(error, lmdb.PanicError):  # an earlier commit failed half-way
             with contextlib.suppress(KVStoreError):
-                self._env.reopen()
+                self._env.recover()
                 return True
         elif isinstance(error, DAMAGE):
             self._env.report_damage(error)
@@ -326,7 +333,7 @@ class Writer:
 
     # --- tidying up -------------------------------------------------------------------------------
 
-    def _tidy(self, ledger: Ledger, suspects: Sequence[tuple[BlockRef, Record | None]]) -> int:
+    def _tidy(self, ledger: Ledger, suspects: Iterable[Suspect]) -> int:
         for namespace, body in self._identities.items():
             ledger.name_namespace(namespace, body)
         if self._capacity_bytes is not None:
@@ -340,13 +347,13 @@ class Writer:
 
     def repair(self, bad: Sequence[tuple[BlockRef, Record]], *, rebuild: bool) -> bool:
         """Mark blocks bad and, if asked to, rebuild; False when the lock or room is missing."""
-        self.suspects.extend(bad)
+        self.suspects |= {ref.key: (ref, record) for ref, record in bad}
         is_rebuilt = not rebuild or self._rebuild()
         self.tidy()
         return is_rebuilt and not self.suspects
 
     def _rebuild(self) -> bool:
-        hints = [ref for ref, record in self.suspects if record is None]
+        hints = [ref for ref, record in self.suspects.copy().values() if record is None]
         try:
             with self._env.write(self._lock_timeout_s) as txn:
                 rebuilt = rebuild(self._env, txn, hints)
@@ -380,6 +387,19 @@ def _is_present(env: Environment, txn: Any, ref: BlockRef) -> bool:
     except SealError:
         return False
     return record is not None and not record.is_bad and record.tokens == ref.tokens
+
+
+def _split(blocks: Sequence[Prepared], num_bytes: int) -> list[list[Prepared]]:
+    """Batches of at most ``num_bytes`` of payload, or of one block that is larger."""
+    batches: list[list[Prepared]] = []
+    room = 0
+    for block in blocks:
+        if not batches or block.nbytes > room:
+            batches.append([])
+            room = num_bytes
+        batches[-1].append(block)
+        room -= block.nbytes
+    return batches
 
 
 def _without_lost(batch: list[Prepared], outcomes: dict[bytes, PutOutcome]) -> list[Prepared]:

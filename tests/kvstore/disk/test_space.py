@@ -188,6 +188,32 @@ def test_long_reader_makes_the_map_full_but_never_empties_the_cache(
     assert problems_on_disk(directory) == []
 
 
+def test_reader_that_was_killed_keeps_no_pages(directory: Path, blocks: Blocks) -> None:
+    reader = """
+    import lmdb
+    env = lmdb.open(sys.argv[1], readonly=True, max_dbs=6)
+    txn = env.begin()
+    say("reading")
+    sys.stdin.readline()
+    """
+    with DiskStore.open(directory, capacity_bytes=8 << 20, config=small()) as store:
+        put_chains(store, blocks, range(40))
+        with Child(reader, directory) as child:
+            child.hear()
+            child.kill()
+        assert set(put_chains(store, blocks, range(40, 140))) == {STORED}
+
+
+def test_group_larger_than_the_setting_takes_several_transactions(
+    directory: Path, blocks: Blocks
+) -> None:
+    config = small(group_commit_bytes=60_000)
+    with DiskStore.open(directory, capacity_bytes=16 << 20, config=config) as store:
+        before = store._env._lmdb.info()["last_txnid"]
+        assert store.put_group(blocks.writes(blocks.chain(10))) == [STORED] * 10
+        assert store._env._lmdb.info()["last_txnid"] - before == 4
+
+
 def test_steady_churn_of_mixed_sizes_never_finds_the_map_full(directory: Path) -> None:
     sizes = [Blocks(payload_bytes=size) for size in (500, 3_000, 20_000, 70_000, 250_000)]
     with DiskStore.open(directory, capacity_bytes=16 << 20, config=small()) as store:
