@@ -18,11 +18,10 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)  # compiled here, whatever the caller does
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 
 import torch
 import triton
