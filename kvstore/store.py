@@ -216,8 +216,9 @@ class BlockStore:
             partial = None
         on_device = [slot for slot in slots if slot != NONE and self.index.device[slot] != NONE]
         moving = num_cached - len(on_device)
-        self._check_promotion_share(num_blocks, moving)
         num_fresh, keep = num_blocks - len(on_device), set(on_device)
+        if moving:
+            self._check_promotion_share(num_fresh)
         spared = {partial.slot} if partial else set()
         if not self._evictor.make_device_room(num_fresh, keep | spared):
             partial = None  # its room may be what is missing
@@ -428,10 +429,16 @@ class BlockStore:
 
         self._transfer.clear(chain_seed(self.namespace, salt), end)
 
+    @property
+    def weighs_loads(self) -> bool:
+        """Whether what to load is decided by what loads and steps are measured to cost."""
+        has_slower_tier = self.host is not None or self._disk is not None
+        return self.config.load_policy == "auto" and has_slower_tier
+
     def measure(self) -> None:
         """Measure what loads from tiers cost that were not measured yet. Does not wait."""
         self._check_open()
-        if self.config.load_policy == "auto":
+        if self.weighs_loads:
             self._self_measurement.start(self._disk, chain_seed(self.namespace))
 
     def residency(self, lookup: Lookup) -> dict[TierName, int]:
@@ -532,11 +539,11 @@ class BlockStore:
             lookup.keys, lookup.sources, num_tokens=lookup.num_tokens, salt=lookup.salt
         )
 
-    def _check_promotion_share(self, num_blocks: int, moving: int) -> None:
+    def _check_promotion_share(self, num_fresh: int) -> None:
         """Waiting requests hold at most half of the device, or one of them holds what it needs."""
-        held = sum(len(lease.block_ids) for lease in self._promoter.leases)
-        if moving and held and held + num_blocks > self.device.capacity // 2:
-            raise self._out_of_blocks(num_blocks)
+        held = {block for lease in self._promoter.leases for block in lease.block_ids}
+        if held and len(held) + num_fresh > self.device.capacity // 2:
+            raise self._out_of_blocks(num_fresh)
 
     def _out_of_blocks(self, needed: int, kept: Sequence[int] = ()) -> OutOfBlocksError:
         unused = sum(self.index.refcount[slot] == 0 for slot in kept)

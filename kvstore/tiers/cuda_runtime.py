@@ -1,7 +1,7 @@
 """Every CUDA call of the copy path, behind one small seam.
 
 The copier is written against ``CudaRuntime``. ``TorchCudaRuntime`` is the real one; the fake of
-``kvstore.testing_cuda`` plays any order of events on a CPU.
+``kvstore.testing.cuda`` plays any order of events on a CPU.
 """
 
 import contextlib

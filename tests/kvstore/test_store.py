@@ -260,6 +260,41 @@ def test_requests_that_need_the_same_block_share_one_read(make_engine):
     assert [sources(lookup) for lookup in lookups] == [["disk", "disk"]] * 4
 
 
+def test_no_request_waits_longer_for_a_shared_prefix_than_alone(make_engine):
+    """Everyone used to wait behind one load, and each reloaded what another was loading (the
+    convoy of vllm#44294): time to first token went up twelvefold."""
+    clock, disk = FakeClock(), FaultyDisk(MemoryDisk())
+    document = [token for block in range(12) for token in [block] * 4]
+    prompts = [[*document[: 4 * length], 100 + length] for length in range(5, 13)]
+    engine = make_engine(48, disk=disk, clock=clock)
+    engine.run(document + END)
+    engine.store.flush()
+    engine.store.reset()
+    lookups = [engine.look_up(prompt) for prompt in prompts]
+    num_reads = disk.inner.num_reads
+
+    async def pass_time(seconds):
+        clock.advance(seconds)
+
+    disk.sleep = pass_time
+    disk.bytes_per_s = LAYOUT.block_bytes  # a block a second
+    leases = [
+        engine.store.reserve(lookup, len(prompt))
+        for lookup, prompt in zip(lookups, prompts, strict=True)
+    ]
+    began, waited = clock(), {}
+    while len(waited) < len(leases):
+        engine.store.poll()
+        for i, lease in enumerate(leases):
+            if lease.is_ready:
+                waited.setdefault(i, clock() - began)
+    assert disk.inner.num_reads - num_reads == 12  # each block once
+    assert max(waited.values()) <= 12  # the longest of them alone: twelve blocks
+    for lease, prompt in zip(leases, prompts, strict=True):
+        engine.check_cached(lease, prompt)
+        engine.store.release(lease)
+
+
 def test_a_load_nobody_waits_for_any_more_still_owns_its_block(make_engine):
     disk = FaultyDisk(MemoryDisk())
     engine = make_engine(4, disk=disk)

@@ -14,7 +14,7 @@ from kvstore.errors import KVStoreError, OutOfBlocksError
 from kvstore.hashing import encode_tokens, namespace_id
 from kvstore.store import BlockStore
 from kvstore.testing import FakeEngine, MemoryDisk
-from kvstore.testing_cuda import FakeCudaRuntime, FakeEvent
+from kvstore.testing.cuda import FakeCudaRuntime, FakeEvent
 from kvstore.tiers.cuda_runtime import TorchCudaRuntime
 from kvstore.tiers.device import CudaCopier, CudaPool
 from kvstore.tiers.host import HostPool

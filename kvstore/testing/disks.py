@@ -1,40 +1,25 @@
-"""Stand-ins for tiers and time, for tests of the store and of what is built on it."""
+"""Disk tiers for tests: one in a dictionary, and one that fails, delays and limits on demand."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from hashlib import sha256
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from zlib import crc32
 
 from kvstore.block import BlockRef, BlockWrite, PutOutcome
 from kvstore.disk import DiskEntry, DiskStats
-from kvstore.errors import BlockMissingError, KVStoreError, OutOfBlocksError, TierBrokenError
-from kvstore.hashing import encode_tokens
-from kvstore.lease import Lease, Lookup, LookupState
-from kvstore.store import BlockStore
+from kvstore.errors import (
+    BlockMissingError,
+    CorruptBlockError,
+    KVStoreError,
+    TierBrokenError,
+)
 from kvstore.tiers.base import BlockRead, DiskTier, RemovedBlock
-from kvstore.tiers.host import HostPool
-
-
-class FakeClock:
-    """Time that passes when it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def advance(self, seconds: float) -> None:
-        self.now += seconds
 
 
 @dataclass
 class MemoryDisk:
-    """A disk tier in a dictionary, with the rules of the real one: a block needs its parent.
+    """A disk tier in a dictionary, with the rules of the real one: a block needs its parent, and
+    one whose bytes changed is a miss until it is written again.
 
     ``capacity`` in blocks; beyond it puts answer ``FULL``.
     """
@@ -43,6 +28,7 @@ class MemoryDisk:
     blocks: dict[bytes, tuple[BlockRef, bytes]] = field(default_factory=dict)
     num_reads: int = 0
     is_closed: bool = False
+    _checksums: dict[bytes, int] = field(default_factory=dict)
     _owners: dict[bytes, tuple[bytes, bytes]] = field(default_factory=dict)  # namespace, salt
     _watcher: Callable[[Sequence[RemovedBlock]], None] = lambda removed: None
 
@@ -50,7 +36,7 @@ class MemoryDisk:
         found = []
         for ref in refs:
             held, payload = self.blocks.get(ref.key, (None, b""))
-            if held != ref:
+            if held != ref or ref.key not in self._checksums:
                 break
             found.append(DiskEntry(ref.key, len(payload), "raw", len(payload)))
         return found
@@ -60,9 +46,14 @@ class MemoryDisk:
 
     def _read(self, read: BlockRead) -> KVStoreError | None:
         self.num_reads += 1
-        if read.ref.key not in self.blocks:
+        key = read.ref.key
+        if key not in self.blocks or key not in self._checksums:
             return BlockMissingError("the block is not on disk")
-        read.dst[:] = self.blocks[read.ref.key][1]
+        payload = self.blocks[key][1]
+        if crc32(payload) != self._checksums[key]:
+            del self._checksums[key]
+            return CorruptBlockError("the bytes have changed", reason="checksum")
+        read.dst[:] = payload
         return None
 
     async def write(self, writes: Sequence[BlockWrite]) -> list[PutOutcome]:
@@ -70,13 +61,14 @@ class MemoryDisk:
 
     def _write(self, write: BlockWrite) -> PutOutcome:
         ref = write.ref
-        if ref.key in self.blocks:
+        if ref.key in self.blocks and ref.key in self._checksums:
             return PutOutcome.PRESENT
         if ref.depth and ref.parent not in self.blocks:
             return PutOutcome.ORPHAN
         if len(self.blocks) >= self.capacity:
             return PutOutcome.FULL
         self.blocks[ref.key] = (ref, bytes(write.payload))
+        self._checksums[ref.key] = crc32(write.payload)
         self._owners[ref.key] = (write.namespace, write.salt)
         return PutOutcome.STORED
 
@@ -184,83 +176,3 @@ class FaultyDisk:
         pause = self.delay_s + num_bytes / self.bytes_per_s
         if pause > 0:
             await self.sleep(pause)
-
-
-class FakeEngine:
-    """Plays the engine's part on a store in host memory: no model, but bytes that can be checked.
-
-    Each position of a block holds a digest of all tokens up to it, as K and V depend on them. Every
-    position that a lease claims to have cached is compared with that.
-    """
-
-    def __init__(self, store: BlockStore) -> None:
-        assert isinstance(store.device, HostPool)
-        self.store = store
-        self._block_size = store.layout.block_size
-        runs = store.layout.num_layers * 2
-        # [num_blocks, layers and K or V, position, bytes]
-        self._rows = store.device.rows.reshape(store.device.capacity, runs, self._block_size, -1)
-
-    def start(self, token_ids: Sequence[int], salt: str = "") -> Lease:
-        """Look up and reserve until the lease is ready; waits for transfers.
-
-        Raises ``OutOfBlocksError`` when waiting does not help.
-        """
-        lookup = self.look_up(token_ids, salt)
-        while True:
-            lease = self.reserve(lookup, len(token_ids))
-            while not lease.is_ready:
-                self.store.run_until_idle(1.0)
-            if not lease.is_provisional:
-                self.check_cached(lease, token_ids)
-                return lease
-            self.store.release(lease)
-
-    def look_up(self, token_ids: Sequence[int], salt: str = "", **options: Any) -> Lookup:
-        lookup = self.store.lookup(encode_tokens(token_ids), salt, **options)
-        while not lookup.is_ready:
-            self.store.run_until_idle(1.0)
-        return lookup
-
-    def look_up_memory(self, token_ids: Sequence[int]) -> Lookup:
-        """A lookup that takes an unanswered probe for a miss."""
-        lookup = self.store.lookup(encode_tokens(token_ids))
-        lookup.state = LookupState.READY
-        return lookup
-
-    def reserve(self, lookup: Lookup, num_tokens: int) -> Lease:
-        while True:
-            try:
-                return self.store.reserve(lookup, num_tokens)
-            except OutOfBlocksError as error:
-                if error.available_blocks < error.needed_blocks:
-                    raise
-                self.store.run_until_idle(1.0)
-                self.store.flush(1.0)
-
-    def compute(self, lease: Lease, token_ids: Sequence[int]) -> None:
-        """Fill the positions the lease has not cached, and commit."""
-        for at in range(lease.num_cached_tokens(self._block_size), len(token_ids)):
-            self._position(lease, at)[:] = self._content(token_ids, at)
-        self.store.commit(lease, encode_tokens(token_ids), len(token_ids))
-
-    def run(self, token_ids: Sequence[int], salt: str = "") -> Lookup:
-        """One whole request; returns its lookup, whose sources tell what was cached where."""
-        lease = self.start(token_ids, salt)
-        self.compute(lease, token_ids)
-        self.store.release(lease)
-        return lease.lookup
-
-    def check_cached(self, lease: Lease, token_ids: Sequence[int]) -> None:
-        for at in range(lease.num_cached_tokens(self._block_size)):
-            served = self._position(lease, at)
-            assert (served == self._content(token_ids, at)).all(), "a wrong block was served"
-
-    def _position(self, lease: Lease, at: int) -> npt.NDArray[np.uint8]:
-        """The bytes of one position, in all layers."""
-        block, offset = divmod(at, self._block_size)
-        return self._rows[lease.block_ids[block], :, offset]
-
-    def _content(self, token_ids: Sequence[int], at: int) -> npt.NDArray[np.uint8]:
-        digest = sha256(encode_tokens(token_ids[: at + 1])).digest()
-        return np.resize(np.frombuffer(digest, np.uint8), self._rows.shape[-1])

@@ -1,0 +1,94 @@
+"""An engine without a model."""
+
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.errors import OutOfBlocksError
+from kvstore.hashing import encode_tokens
+from kvstore.lease import Lease, Lookup, LookupState
+from kvstore.store import BlockStore
+from kvstore.tiers.host import HostPool
+
+
+class FakeEngine:
+    """Plays the engine's part on a store in host memory: no model, but bytes that can be checked.
+
+    Each position of a block holds a digest of all tokens up to it, as K and V depend on them. Every
+    position that a lease claims to have cached is compared with that.
+    """
+
+    def __init__(self, store: BlockStore) -> None:
+        assert isinstance(store.device, HostPool)
+        self.store = store
+        self._block_size = store.layout.block_size
+        runs = store.layout.num_layers * 2
+        # [num_blocks, layers and K or V, position, bytes]
+        self._rows = store.device.rows.reshape(store.device.capacity, runs, self._block_size, -1)
+
+    def start(self, token_ids: Sequence[int], salt: str = "") -> Lease:
+        """Look up and reserve until the lease is ready; waits for transfers.
+
+        Raises ``OutOfBlocksError`` when waiting does not help.
+        """
+        lookup = self.look_up(token_ids, salt)
+        while True:
+            lease = self.reserve(lookup, len(token_ids))
+            while not lease.is_ready:
+                self.store.run_until_idle(1.0)
+            if not lease.is_provisional:
+                self.check_cached(lease, token_ids)
+                return lease
+            self.store.release(lease)
+
+    def look_up(self, token_ids: Sequence[int], salt: str = "", **options: Any) -> Lookup:
+        lookup = self.store.lookup(encode_tokens(token_ids), salt, **options)
+        while not lookup.is_ready:
+            self.store.run_until_idle(1.0)
+        return lookup
+
+    def look_up_memory(self, token_ids: Sequence[int]) -> Lookup:
+        """A lookup that takes an unanswered probe for a miss."""
+        lookup = self.store.lookup(encode_tokens(token_ids))
+        lookup.state = LookupState.READY
+        return lookup
+
+    def reserve(self, lookup: Lookup, num_tokens: int) -> Lease:
+        while True:
+            try:
+                return self.store.reserve(lookup, num_tokens)
+            except OutOfBlocksError as error:
+                if error.available_blocks < error.needed_blocks:
+                    raise
+                self.store.run_until_idle(1.0)
+                self.store.flush(1.0)
+
+    def compute(self, lease: Lease, token_ids: Sequence[int]) -> None:
+        """Fill the positions the lease has not cached, and commit."""
+        for at in range(lease.num_cached_tokens(self._block_size), len(token_ids)):
+            self._position(lease, at)[:] = self._content(token_ids, at)
+        self.store.commit(lease, encode_tokens(token_ids), len(token_ids))
+
+    def run(self, token_ids: Sequence[int], salt: str = "") -> Lookup:
+        """One whole request; returns its lookup, whose sources tell what was cached where."""
+        lease = self.start(token_ids, salt)
+        self.compute(lease, token_ids)
+        self.store.release(lease)
+        return lease.lookup
+
+    def check_cached(self, lease: Lease, token_ids: Sequence[int]) -> None:
+        for at in range(lease.num_cached_tokens(self._block_size)):
+            served = self._position(lease, at)
+            assert (served == self._content(token_ids, at)).all(), "a wrong block was served"
+
+    def _position(self, lease: Lease, at: int) -> npt.NDArray[np.uint8]:
+        """The bytes of one position, in all layers."""
+        block, offset = divmod(at, self._block_size)
+        return self._rows[lease.block_ids[block], :, offset]
+
+    def _content(self, token_ids: Sequence[int], at: int) -> npt.NDArray[np.uint8]:
+        digest = sha256(encode_tokens(token_ids[: at + 1])).digest()
+        return np.resize(np.frombuffer(digest, np.uint8), self._rows.shape[-1])

@@ -1,0 +1,62 @@
+import lmdb
+import pytest
+
+from kvstore.disk import DiskStore
+from kvstore.testing import FaultyDisk, MemoryDisk, TierSuite
+from kvstore.tiers.disk import LmdbTier
+
+
+class TestLmdbTier(TierSuite):
+    def make_tier(self, path):
+        return LmdbTier(DiskStore.open(path / "cache", capacity_bytes=64 << 20))
+
+    def raw_get(self, path, tier, key):
+        return raw_payload(path / "cache", key)
+
+    def raw_flip(self, path, tier, key):
+        file = path / "cache" / "data.mdb"
+        with file.open("r+b") as medium:
+            at = medium.read().index(raw_payload(path / "cache", key))
+            medium.seek(at + 5)
+            byte = medium.read(1)[0]
+            medium.seek(at + 5)
+            medium.write(bytes([byte ^ 1]))
+
+
+def raw_payload(directory, key):
+    """Read by another process: liblmdb allows one environment of a file in each."""
+    from multiprocessing import get_context
+
+    with get_context("spawn").Pool(1) as pool:
+        return pool.apply(_read_payload, (str(directory), key))
+
+
+def _read_payload(directory, key):
+    env = lmdb.open(directory, max_dbs=16, readonly=True)
+    with env.begin() as txn:
+        return txn.get(key, db=env.open_db(b"payload", txn, create=False))
+
+
+class DictionaryCase(TierSuite):
+    """A tier in a dictionary that stands for the medium of one test."""
+
+    @pytest.fixture(autouse=True)
+    def medium(self):
+        self.disk = MemoryDisk()
+
+    def raw_get(self, path, tier, key):
+        return self.disk.blocks.get(key, (None, None))[1]
+
+    def raw_flip(self, path, tier, key):
+        ref, held = self.disk.blocks[key]
+        self.disk.blocks[key] = ref, held[:-1] + bytes([held[-1] ^ 1])
+
+
+class TestMemoryDisk(DictionaryCase):
+    def make_tier(self, path):
+        return self.disk
+
+
+class TestFaultyDisk(DictionaryCase):
+    def make_tier(self, path):
+        return FaultyDisk(self.disk)
