@@ -18,7 +18,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from engine.chunking import Chunking
+from engine.calibration import Calibration
+from engine.chunking import AsFits, Chunking
 from engine.model_runner import ModelRunner, SequenceStep
 from engine.request import Request
 from engine.sampler import sample
@@ -162,6 +163,13 @@ class EngineCore:
             self._meter = StepMeter(
                 self.store.cost, is_device_awaited=isinstance(self.store.device, HostPool)
             )
+            self._calibration = Calibration(
+                self.store,
+                self.runner,
+                self._clock,
+                chunk_tokens=self._limits.max_num_batched_tokens,
+            )
+            self.store.measure()
         except BaseException as error:
             self._is_closed = True
             started.set_exception(error)
@@ -169,8 +177,8 @@ class EngineCore:
         started.set_result(None)
         progressed = True
         while True:
-            if not progressed:
-                self._sleep()
+            if not progressed and self._sleep():
+                self._use_idle_time()
             while self._commands:
                 self._commands.popleft()()
             if self._closing:
@@ -198,15 +206,23 @@ class EngineCore:
                 reached.set_result(None)
         return bool(batch)
 
-    def _sleep(self) -> None:
-        """Until a command, a finished transfer or the next cleaning."""
+    def _sleep(self) -> bool:
+        """Until a command, a finished transfer or the next cleaning; whether none of them came."""
         deadline = min(self.store.next_deadline(), self.scheduler.next_deadline())
         pause = deadline - self._clock()
         with self._wake:
-            self._wake.wait_for(
+            is_woken = self._wake.wait_for(
                 lambda: bool(self._commands or self._has_store_event or self._closing),
                 max(0.0, min(pause, _LONGEST_SLEEP_S)),
             )
+        return not is_woken and pause > _LONGEST_SLEEP_S
+
+    def _use_idle_time(self) -> None:
+        """Learn what loads and forwards cost, while nobody waits for either."""
+        is_idle = not self.scheduler.has_work and self.store.num_pending == 0
+        if is_idle and not self._calibration.is_done and isinstance(self._limits.chunking, AsFits):
+            self.store.measure()
+            self._calibration.advance()
 
     def _step(self, batch: list[ScheduledSequence]) -> None:
         now = self._clock()

@@ -88,6 +88,11 @@ class ModelRunner:
         )
         self._context = ForwardContext(layers, backend)
 
+    @property
+    def max_model_len(self) -> int:
+        """Positions a sequence may have."""
+        return self._loaded.max_model_len
+
     def execute(self, steps: Sequence[SequenceStep]) -> torch.Tensor:
         """Run the new tokens of all ``steps``; their K and V are in the pool afterwards.
 

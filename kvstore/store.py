@@ -236,7 +236,7 @@ class BlockStore:
         if partial:
             self._promoter.copy_partial(lease)
         assert lookup.decision is not None
-        self._decided[lookup.decision.reason] += 1
+        self._decided[lookup.decision.reason.value] += 1
         lease.is_probe = not lease.is_ready and lookup.decision.reason is LoadReason.PROBE
         return lease
 
