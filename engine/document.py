@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
+from engine.sequence import CacheOptions
 from kvstore.block import TierName
 from kvstore.errors import ConfigError, StoreClosedError
 from kvstore.hashing import encode_tokens
@@ -33,12 +34,12 @@ class Document:
     like a special token is not read as one.
     """
 
-    def __init__(self, llm: "LLM", text: str, *, salt: str) -> None:
+    def __init__(self, llm: "LLM", text: str, cache: CacheOptions) -> None:
         if not text.strip():
             raise ConfigError("the document is empty")
         self.pinned: Pin | None = None  # what ``LLM.document(pin=True)`` holds
         self._llm = llm
-        self._salt = salt
+        self._cache = cache
         tokenizer = llm._need_tokenizer("a document")
         before, between, after = _template_parts(tokenizer)
         self._prefix = _encode(tokenizer, before, is_template=True) + _encode(tokenizer, text)
@@ -63,7 +64,7 @@ class Document:
         whole = self._prefix[: len(self._prefix) // unit * unit]
         if whole and self._llm.config.enable_prefix_caching:
             request = self._llm._request(
-                None, whole, _DEFAULT_PARAMS, self._salt, prefill_only=True
+                None, whole, _DEFAULT_PARAMS, self._cache, prefill_only=True
             )
             self._llm._run([request], show_progress=False)
 
@@ -71,7 +72,7 @@ class Document:
         """Start bringing what is cached of the document to the device, and return at once."""
         store = self._llm._core.store
         tokens = encode_tokens(self._prefix)
-        self._llm._core.call(lambda: store.prefetch(tokens, self._salt))
+        self._llm._core.call(lambda: store.prefetch(tokens, self._cache.salt))
 
     def pin(self) -> Pin:
         """Read the document if need be, and keep it in memory until the pin is released.
@@ -84,7 +85,7 @@ class Document:
 
         def hold() -> Pin:
             lookup = core.store.lookup(
-                tokens, self._salt, num_reusable=len(self._prefix), peek=True
+                tokens, self._cache.salt, num_reusable=len(self._prefix), peek=True
             )
             return core.store.pin(lookup)
 
@@ -113,7 +114,7 @@ class Document:
         questions = [question] if isinstance(question, str) else list(question)
         requests = [
             self._llm._request(
-                each, self.prompt_token_ids(each), sampling_params or _DEFAULT_PARAMS, self._salt
+                each, self.prompt_token_ids(each), sampling_params or _DEFAULT_PARAMS, self._cache
             )
             for each in questions
         ]
@@ -131,7 +132,9 @@ class Document:
         core, size = self._llm._core, self._llm.config.block_size
         tokens = encode_tokens(self._prefix)
         lookup = core.call(
-            lambda: core.store.lookup(tokens, self._salt, num_reusable=len(self._prefix), peek=True)
+            lambda: core.store.lookup(
+                tokens, self._cache.salt, num_reusable=len(self._prefix), peek=True
+            )
         )
         core.wait_for(lambda: lookup.is_ready)
         return {tier.value: size * lookup.sources.count(tier) for tier in TierName}

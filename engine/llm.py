@@ -30,6 +30,7 @@ from engine.parts import build_parts
 from engine.request import Request
 from engine.sampler import make_generator
 from engine.sampling_params import SamplingParams
+from engine.sequence import CacheOptions
 from engine.sequence import Sequence as SampleSequence
 from kvstore.block import TierName
 from kvstore.errors import ConfigError
@@ -90,18 +91,22 @@ class LLM:
         *,
         use_tqdm: bool = True,
         cache_salt: str | None = None,
+        cache_priority: int = 0,
+        cache_priority_ttl_s: float | None = None,
     ) -> list[RequestOutput]:
         """Answer prompts, all as one continuously batched set, in the order they were given.
 
         A prompt is text, a list of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids":
         ids}``. ``sampling_params`` is one for all (default ``SamplingParams()``) or one each.
-        Prompts with different ``cache_salt`` never share blocks. Shows a progress bar on a
-        terminal. After Ctrl-C the prompts of this call are aborted.
+        Prompts with different ``cache_salt`` never share blocks. Blocks of a lower
+        ``cache_priority`` leave the device first; a priority ends after ``cache_priority_ttl_s``.
+        Shows a progress bar on a terminal. After Ctrl-C the prompts of this call are aborted.
         """
         many = _as_prompts(prompts)
         params = _as_params(sampling_params, len(many))
+        cache = CacheOptions(cache_salt or "", cache_priority, cache_priority_ttl_s)
         requests = [
-            self._request(*self._tokenize(prompt), each, cache_salt or "")
+            self._request(*self._tokenize(prompt), each, cache)
             for prompt, each in zip(many, params, strict=True)
         ]
         return self._run(requests, show_progress=use_tqdm)
@@ -134,6 +139,8 @@ class LLM:
         pin: bool = False,
         prefill: bool = True,
         cache_salt: str | None = None,
+        cache_priority: int = 0,
+        cache_priority_ttl_s: float | None = None,
     ) -> Document:
         """A document to ask questions about. A ``str`` is its text, a path the file that holds it.
 
@@ -143,7 +150,8 @@ class LLM:
         model's context.
         """
         text = text_or_path if isinstance(text_or_path, str) else read_document(text_or_path)
-        document = Document(self, text, salt=cache_salt or "")
+        cache = CacheOptions(cache_salt or "", cache_priority, cache_priority_ttl_s)
+        document = Document(self, text, cache)
         if pin:
             document.pinned = document.pin()
         elif prefill:
@@ -212,7 +220,7 @@ class LLM:
         text: str | None,
         token_ids: list[int],
         params: SamplingParams,
-        salt: str,
+        cache: CacheOptions,
         *,
         prefill_only: bool = False,
     ) -> Request:
@@ -237,7 +245,7 @@ class LLM:
                 request_id=request_id,
                 index=index,
                 params=params,
-                salt=salt,
+                cache=cache,
                 token_ids=list(token_ids),
                 num_prompt=len(token_ids),
                 max_len=min(len(token_ids) + most, self.max_model_len),

@@ -129,7 +129,7 @@ class Scheduler:
             tokens = bytes(sequence.token_bytes) if self._use_cache else b""
             sequence.lookup = self._store.lookup(
                 tokens,
-                sequence.salt,
+                sequence.cache.salt,
                 num_reusable=self._chunking.num_reusable(sequence),
                 peek=sequence.cached_tokens is not None,  # preempted: its hits were counted
             )
@@ -247,6 +247,9 @@ class Scheduler:
     def _let_go(self, sequence: Sequence, *, keep_lookup: bool = False) -> None:
         if sequence.lease is not None:
             self._unregister(sequence, len(sequence.lease.slots), to_end=True)
+            if sequence.cache.priority:
+                cache = sequence.cache
+                self._store.prefer(sequence.lease, cache.priority, cache.priority_ttl_s)
             self._store.release(sequence.lease)
             sequence.lease = None
         if not keep_lookup:

@@ -23,6 +23,20 @@ class SequenceState(Enum):
     FINISHED = auto()
 
 
+@dataclass(frozen=True, slots=True)
+class CacheOptions:
+    """How a request's blocks are kept.
+
+    salt            requests with different salts never share blocks
+    priority        blocks of a lower priority are evicted first; 0 is ordinary
+    priority_ttl_s  for so long; None: as long as they stay on the device
+    """
+
+    salt: str = ""
+    priority: int = 0
+    priority_ttl_s: float | None = None
+
+
 @dataclass(slots=True)
 class SequenceTimes:
     """Clock times in seconds; 0.0 for what has not happened."""
@@ -52,7 +66,7 @@ class Sequence:
     request_id: str
     index: int
     params: SamplingParams
-    salt: str
+    cache: CacheOptions
     token_ids: list[int]
     num_prompt: int
     max_len: int

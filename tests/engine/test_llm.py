@@ -116,6 +116,17 @@ def test_salts_do_not_share(make_llm, tiny_prompts):
     assert (other.num_cached_tokens, same.num_cached_tokens) == (0, 64)
 
 
+def test_a_prompt_of_higher_priority_outlives_later_ones(make_llm, tiny_prompts):
+    llm = make_llm(device_cache=32 * BLOCK)
+    important, ordinary = tiny_prompts[0][:70], tiny_prompts[2][:70]
+    llm.generate([important], GREEDY, cache_priority=1)
+    llm.generate([ordinary], GREEDY)
+    llm.generate([[5 + number] * 200 for number in range(3)], GREEDY)
+    (kept,) = llm.generate([important], GREEDY)
+    (lost,) = llm.generate([ordinary], GREEDY)
+    assert (kept.num_cached_tokens, lost.num_cached_tokens) == (64, 0)
+
+
 def test_a_seed_gives_the_same_sample_whatever_else_runs(make_llm, tiny_prompts):
     llm = make_llm()
     seeded = SamplingParams(temperature=1.0, seed=7, max_tokens=12)

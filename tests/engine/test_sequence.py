@@ -3,7 +3,7 @@ import pytest
 from engine.detokenizer import Detokenizer
 from engine.sampler import SampledToken
 from engine.sampling_params import SamplingParams
-from engine.sequence import Sequence
+from engine.sequence import CacheOptions, Sequence
 
 
 class Letters:
@@ -19,7 +19,7 @@ def sequence(max_tokens: int = 10, eos: int = 25, **params) -> Sequence:
         request_id="0",
         index=0,
         params=sampling,
-        salt="",
+        cache=CacheOptions(),
         token_ids=[0, 1],
         num_prompt=2,
         max_len=2 + max_tokens,
