@@ -47,7 +47,8 @@ class _Buffers(threading.local):
         size = math.prod(shape)
         flat = self.flat.get(name)
         if flat is None or flat.dtype != dtype or flat.device != like.device or len(flat) < size:
-            flat = self.flat[name] = torch.empty(size, dtype=dtype, device=like.device)
+            with torch.inference_mode(False):  # such a tensor may be written in either mode
+                flat = self.flat[name] = torch.empty(size, dtype=dtype, device=like.device)
         return flat[:size].view(*shape)
 
 

@@ -106,3 +106,12 @@ def test_where_blocks_lie_in_the_pool_changes_no_bit(dtype, num_new):
     put_first(cases[1], cases[0])
     first, second = (prefill(case) for case in cases)
     assert torch.equal(first, second)
+
+
+def test_buffers_made_in_inference_mode_serve_outside_of_it():
+    """torch refuses to write into a tensor made in inference mode anywhere else."""
+    case = make_case([(40, 30), (70, 1), (90, 1)], softcap=20.0, window=50)
+    reference._buffers.flat.clear()
+    with torch.inference_mode():
+        inside = prefill(case)
+    assert torch.equal(prefill(case), inside)
