@@ -1,13 +1,19 @@
 """write_kv, gather, scatter and copy: each test runs the torch twin and the interpreted kernel."""
 
+import os
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from program_order import ORDERS, program_order
 
 from kernels.block_copy import copy_blocks, gather_blocks, scatter_blocks
 from kernels.cache_write import write_kv
 
 pytestmark = pytest.mark.usefixtures("backend")
 
+EXAMPLES = int(os.environ.get("KERNEL_EXAMPLES", "60"))
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # The whole pool, a group of layers, one layer, all layers' keys, some heads: every way to cut it.
 PARTS = {
@@ -31,7 +37,8 @@ def ids(*numbers: int) -> torch.Tensor:
 
 
 def assert_same_bits(a: torch.Tensor, b: torch.Tensor) -> None:
-    assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    assert a.shape == b.shape
+    assert torch.equal(*(t.new_empty(t.shape).copy_(t).view(torch.uint8) for t in (a, b)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -99,3 +106,38 @@ def test_moving_no_block_is_fine():
     copy_blocks(pool, ids(), ids())
     write_kv(*torch.empty(2, 0, 3, 16), pool[:, 0, 0], pool[:, 0, 1], torch.arange(0))
     assert_same_bits(pool, expected)
+
+
+@st.composite
+def pools(draw: st.DrawFn) -> torch.Tensor:
+    """Any sizes, axes in any order in memory, some of them cut or stepped over."""
+    sizes = [draw(st.integers(1, most)) for most in (9, 3, 2, 9, 4, 24)]
+    order = draw(st.permutations(range(6)))
+    steps = [draw(st.sampled_from((1, 1, 1, 2))) for _ in sizes]
+    storage = torch.randn([sizes[axis] * steps[axis] for axis in order])
+    pool = storage.permute([order.index(axis) for axis in range(6)])
+    pool = pool[tuple(slice(None, None, step) for step in steps)]
+    return pool[:, 0] if draw(st.booleans()) else pool
+
+
+def test_any_shape_and_strides_move_bit_for_bit():
+    @settings(max_examples=EXAMPLES, deadline=None)
+    @given(pools(), st.data(), st.sampled_from(ORDERS))
+    def check(pool, data, order):
+        some = st.lists(st.integers(0, len(pool) - 1), max_size=5, unique=True)
+        chosen = data.draw(some)
+        half = len(chosen) // 2
+        src, dst = ids(*chosen[:half]), ids(*chosen[half : 2 * half])
+        counts = data.draw(st.lists(st.integers(0, pool.shape[-3]), min_size=half, max_size=half))
+        expected = pool.clone()
+        for a, b, count in zip(src, dst, counts, strict=True):
+            expected[b].narrow(-3, 0, count).copy_(expected[a].narrow(-3, 0, count))
+        with program_order(order):
+            staged = gather_blocks(pool, ids(*chosen))
+            assert_same_bits(staged, pool[chosen])
+            copy_blocks(pool, src, dst, ids(*counts))
+            assert_same_bits(pool, expected)
+            scatter_blocks(staged, pool, ids(*chosen))
+            assert_same_bits(pool[chosen], staged)
+
+    check()
