@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from engine.attention_backends import find_backend
+from engine.backend_choice import choose_backend
 from engine.determinism import FixedShapes
 from engine.forward_context import ForwardContext, LayerCache, StepMetadata, forward_context
 
@@ -118,7 +119,19 @@ class ModelRunner:
         return self._forward(steps, range(sum(len(step.token_ids) for step in steps)))
 
     def warm_up(self) -> None:
-        """A prefill and a decode step on blocks of its own: compiles kernels, loads libraries."""
+        """A prefill and a decode step on blocks of its own: compiles kernels, loads libraries.
+
+        Before that, on CUDA, the attention of "auto" is chosen.
+        """
+        is_open = self._attention_backend == "auto" and self._fixed_shapes is None
+        if is_open and self._pool.is_cuda:
+            self._context.backend = choose_backend(
+                self._context.backend,
+                self._loaded.layout,
+                self._pool,
+                num_heads=self._loaded.model.config.get_text_config().num_attention_heads,
+                max_model_len=self._loaded.max_model_len,
+            )
         num_blocks, longest = 4, 4 * self._block_size - 1
         if self._fixed_shapes is not None:
             longest = self._fixed_shapes.chunk_tokens
@@ -131,6 +144,7 @@ class ModelRunner:
             enforce_eager=self._enforce_eager,
             fixed_shapes=self._fixed_shapes,
         )
+        runner._context.backend = self._context.backend
         num_tokens = min(longest, self._loaded.max_model_len - 1)
         table = range(num_blocks)
         runner.execute([SequenceStep([0] * num_tokens, 0, table, True)])
