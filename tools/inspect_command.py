@@ -25,13 +25,15 @@ def _describe(summary: dict[str, Any]) -> str:
         f"{format_bytes(summary['capacity_bytes'])} at most",
         f"blocks      {summary['blocks']:,} ({summary['tokens']:,} tokens)",
     ]
+    if summary["bad_blocks"]:
+        lines.append(f"bad blocks  {summary['bad_blocks']:,} (computed anew when asked for)")
     for namespace in summary["namespaces"]:
+        shown = {name: "?" if value is None else value for name, value in namespace.items()}
         lines += [
             "",
-            f"model       {namespace['model'] or 'unknown'} ({namespace['id'][:12]})",
-            f"  format    {namespace['dtype'] or '?'}, {namespace['block_size'] or '?'} tokens a "
-            f"block, {namespace['num_layers'] or '?'} layers of {namespace['num_kv_heads'] or '?'} "
-            f"heads of {namespace['head_dim'] or '?'}",
+            f"model       {shown['model']} ({namespace['id'][:12]})",
+            f"  format    {shown['dtype']}, {shown['block_size']} tokens a block, "
+            f"{shown['num_layers']} layers, {shown['num_kv_heads']} heads of {shown['head_dim']}",
             f"  blocks    {namespace['blocks']:,} ({namespace['tokens']:,} tokens), "
             f"{format_bytes(namespace['bytes'])}",
         ]

@@ -17,7 +17,7 @@ def _verify(directory: str, fix: bool, as_json: bool) -> int:
 
     report = verify_directory(directory, fix=fix, progress=_show_progress)
     click.echo(json.dumps(report, indent=2) if as_json else _describe(report))
-    return 1 if report["corrupt"] else 0
+    return 0 if report["ok"] else 1
 
 
 def _show_progress(done: int, total: int) -> None:
@@ -28,41 +28,41 @@ def _show_progress(done: int, total: int) -> None:
 
 
 def _describe(report: dict[str, Any]) -> str:
+    corrupt = [f"{found['key'] or 'the cache'}: {found['reason']}" for found in report["corrupt"]]
     lines = [
-        f"checked     {report['blocks_checked']:,} blocks, {format_bytes(report['bytes_checked'])}"
+        f"checked     {report['blocks_checked']:,} blocks, {format_bytes(report['bytes_checked'])}",
+        *_listed("corrupt", corrupt),
+        *_listed("orphans", report["orphans"]),
     ]
-    for kind in ("corrupt", "orphans"):
-        found = report[kind]
-        lines.append(f"{kind:12}{len(found):,}")
-        lines += [f"  {_describe_block(block)}" for block in found[:_SHOWN]]
-        if len(found) > _SHOWN:
-            lines.append(f"  and {len(found) - _SHOWN:,} more (--json lists all)")
     if report["fixed"]:
         lines.append(f"fixed       {report['fixed']:,}")
-    elif report["corrupt"]:
-        lines.append("Run again with --fix to remove what is corrupt; it is then computed anew.")
+    elif not report["ok"]:
+        lines.append("Run it again with --fix to drop what is bad; it is then computed anew.")
     return "\n".join(lines)
 
 
-def _describe_block(block: Any) -> str:
-    if not isinstance(block, dict):
-        return str(block)
-    return " ".join(f"{name}={value}" for name, value in block.items())
+def _listed(name: str, found: list[str]) -> list[str]:
+    lines = [f"{name:12}{len(found):,}", *(f"  {item}" for item in found[:_SHOWN])]
+    if len(found) > _SHOWN:
+        lines.append(f"  and {len(found) - _SHOWN:,} more (--json lists them)")
+    return lines
 
 
 verify = Command(
     name="verify",
     callback=_verify,
     short_help="Check every block in a cache directory.",
-    help="Check every block in a cache directory: checksum, tokens, parent. Exit status 1 if any "
-    "was corrupt, also when --fix removed it. An engine may be using the directory.",
+    help="Check every block in a cache directory: checksum, tokens, parent. Exit status 1 if "
+    "anything was bad, also when --fix repaired it. An engine may be using the directory.",
     examples=(
         "kvstore verify ~/.cache/kvstore/cache",
         "kvstore verify ~/.cache/kvstore/cache --fix",
     ),
     params=[
         click.Argument(["directory"], metavar="DIR"),
-        click.Option(["--fix"], is_flag=True, help="Remove what is corrupt: it is computed anew."),
+        click.Option(
+            ["--fix"], is_flag=True, help="Repair: what is bad is dropped and computed anew."
+        ),
         JSON_OPTION,
     ],
 )
