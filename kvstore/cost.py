@@ -171,7 +171,7 @@ class CostModel:
         self.policy = policy
         self.chunk_tokens = chunk_tokens
         self._clock = clock
-        self._uniform = uniform
+        self.uniform = uniform
         self._tiers = {tier: _TierCost(guess) for tier, guess in _GUESSES.items()}
         self._steps: dict[tuple[int, int], _StepMean] = {}
         self._largest_step = 0.0  # tokens
@@ -376,7 +376,7 @@ class CostModel:
 
     def _is_probe_due(self, tier: TierName) -> bool:
         now, cost = self._clock(), self._tiers[tier]
-        is_due = now - cost.tried_at >= _PROBE_EVERY_S or self._uniform() < _PROBE_SHARE
+        is_due = now - cost.tried_at >= _PROBE_EVERY_S or self.uniform() < _PROBE_SHARE
         if is_due:
             cost.tried_at = now
         return is_due
