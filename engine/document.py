@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, overload
 
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
-from engine.sequence import CacheOptions
 from kvstore.block import TierName
 from kvstore.errors import ConfigError, StoreClosedError
 from kvstore.hashing import encode_tokens
@@ -16,6 +15,7 @@ from kvstore.lease import Pin
 
 if TYPE_CHECKING:
     from engine.llm import LLM
+    from engine.sequence import CacheOptions
 
 # What a chat template that prints the day prints: with the real one, a document would be read anew
 # every day.
@@ -34,7 +34,7 @@ class Document:
     like a special token is not read as one.
     """
 
-    def __init__(self, llm: "LLM", text: str, cache: CacheOptions) -> None:
+    def __init__(self, llm: "LLM", text: str, cache: "CacheOptions") -> None:
         if not text.strip():
             raise ConfigError("the document is empty")
         self.pinned: Pin | None = None  # what ``LLM.document(pin=True)`` holds
