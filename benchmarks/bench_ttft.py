@@ -23,10 +23,12 @@ RESTART = """
 import json, sys
 from engine import LLM, SamplingParams
 text, question, directory, model, dtype = json.loads(sys.argv[1])
-with LLM(model, dtype=dtype, disk_cache=directory, load_policy="always", max_model_len=4096) as llm:
+settings = {"dtype": dtype, "load_policy": "always", "max_model_len": 4096}
+with LLM(model, disk_cache=directory, **settings) as llm:
     document = llm.document(text, prefill=False)
     answer = document.ask(question, SamplingParams(temperature=0.0, max_tokens=1))
-print(json.dumps([answer.metrics.ttft_s, answer.metrics.cached_tokens, answer.outputs[0].token_ids]))
+found = answer.metrics.cached_tokens
+print(json.dumps([answer.metrics.ttft_s, found, answer.outputs[0].token_ids]))
 """
 
 
@@ -54,12 +56,14 @@ def main() -> None:
         cache = str(Path(directory) / "cache")
         off = LLM(arguments.model, enable_prefix_caching=False, **settings)
         cached = LLM(arguments.model, disk_cache=cache, **settings)
-        # Room for one document on the device: another one pushes it into host memory.
+        # Room for one document on the device: others push it into host memory.
         hosted = LLM(arguments.model, device_cache="94MiB", host_cache="512MiB", **settings)
         plain = off.document(text, prefill=False)
         kept = cached.document(text)
         cached.flush()
-        moved, pushing = hosted.document(text), hosted.document(other[: len(text) // 3])
+        third = len(other) // 3
+        moved = hosted.document(text)
+        pushing = [hosted.document(other[:third]), hosted.document(other[third : 2 * third])]
         answer = plain.ask(QUESTION, params)
         expected, num_tokens = answer.outputs[0].token_ids, len(answer.prompt_token_ids)
         say(f"{num_tokens} prompt tokens")
@@ -80,7 +84,8 @@ def main() -> None:
             return ttft(kept, "device")
 
         def host():
-            pushing.ask(QUESTION, params)
+            for document in pushing:
+                document.ask(QUESTION, params)
             return ttft(moved, "host")
 
         def disk():

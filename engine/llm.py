@@ -358,7 +358,11 @@ def _progress(total: int, is_wanted: bool) -> Iterator[Callable[[RequestOutput],
         yield advance
 
 
-@atexit.register
 def _close_all() -> None:
     for engine in list(_open_engines):
         engine.close(_EXIT_TIMEOUT_S)
+
+
+# Thread pools end before ``atexit`` runs, and closing needs them. What ends them is a hook of
+# threading's, and hooks that were registered later run earlier.
+getattr(threading, "_register_atexit", atexit.register)(_close_all)

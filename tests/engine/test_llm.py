@@ -155,6 +155,23 @@ def test_a_new_process_finds_the_blocks_on_disk(make_llm, tiny_model, tiny_promp
     assert answer["disk"] == len(tiny_prompts[0]) - 1
 
 
+def test_an_engine_that_nobody_closed_writes_its_blocks_at_exit(make_llm, tiny_model, tmp_path):
+    code = (
+        "import sys; from engine import LLM; llm = LLM(sys.argv[1], dtype='float32',"
+        "skip_tokenizer_init=True, device_cache='16MiB', disk_cache=sys.argv[2],"
+        "store_config={'dirty_max_age_s': 1000.0}); llm.generate([[5] * 40])"
+    )
+    child = subprocess.run(
+        [sys.executable, "-c", code, tiny_model, str(tmp_path / "cache")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert child.stderr == ""
+    llm = make_llm(disk_cache=tmp_path / "cache")
+    assert llm.stats().tiers["disk"].used_blocks >= 2
+
+
 def test_a_killed_process_loses_only_what_is_younger_than_the_dirty_age(
     make_llm, tiny_model, tiny_prompts, tmp_path
 ):
