@@ -5,6 +5,7 @@ torch, no asyncio, and nothing of the memory tiers.
 """
 
 from kvstore.disk.library import DiskCache, open_disk
-from kvstore.disk.store import DiskEntry, DiskStats, DiskStore
+from kvstore.disk.schema import DiskEntry
+from kvstore.disk.store import DiskStats, DiskStore
 
 __all__ = ["DiskCache", "DiskEntry", "DiskStats", "DiskStore", "open_disk"]

@@ -13,8 +13,7 @@ value in its way is damaged: abort, rebuild (``repair.py``), try again. Does not
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvstore.block import PutOutcome
 from kvstore.disk import schema
@@ -22,8 +21,7 @@ from kvstore.disk.environment import Environment
 from kvstore.disk.schema import Head, Record, SealError, Usage
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
+class Prepared(NamedTuple):
     """A block ready to be put: encoded and summed before the transaction begins."""
 
     key: bytes
@@ -50,6 +48,8 @@ class Ledger:
         self._new_leaves: dict[bytes, bytes] = {}  # key → order, not yet in recency
         self._child_cursor = txn.cursor(db=env.children)
         self.num_evicted = 0
+        self.num_changes = 0
+        self.freed_pages = 0  # of payloads; usable by the transaction after the next
         self.removed: list[tuple[bytes, bytes, bytes]] = []  # namespace, salt, key of good blocks
 
     # --- reading ----------------------------------------------------------------------------------
@@ -249,8 +249,11 @@ class Ledger:
     def _count(
         self, key: bytes, record: Record, sign: int, record_bytes: int | None = None
     ) -> None:
+        self.num_changes += 1
         if record_bytes is None:
             record_bytes = len(schema.encode_record(key, record))
+        if sign < 0 and not record.is_bad:
+            self.freed_pages += self.block_pages(record.nbytes)
         if sign < 0 and not record.is_bad:
             self.removed.append((bytes(record.namespace), bytes(record.salt), bytes(key)))
         self.head.total.add(record, record_bytes, sign)

@@ -94,6 +94,16 @@ class Record(NamedTuple):
 _NUM_FIELDS = len(Record._fields)
 
 
+@dataclass(frozen=True, slots=True)
+class DiskEntry:
+    """A block that is on disk: the bytes it takes there, and decoded."""
+
+    key: bytes
+    nbytes: int
+    codec: str
+    payload_bytes: int
+
+
 def encode_record(key: bytes, record: Record) -> bytes:
     body: bytes = msgpack.packb(record)
     return xxhash.xxh3_128_digest(key + body) + body

@@ -1,8 +1,8 @@
 """How full the cache may be: watermarks, quotas, and what happens when the volume is full.
 
 Pages are counted as liblmdb counts them, so its rounding is in. Pages that a transaction frees can
-be used by the next one at the earliest, and only when no reader is older; the part above the high
-watermark is the slack for that.
+be used by the one after the next at the earliest, and only when no reader is older; the part above
+the high watermark is the slack for that.
 
     0 ────────────── low ─── high ─── limit - reserve ── limit = min(capacity, map)
     admit freely          │ evict twice what comes in, until low is reached
@@ -28,7 +28,7 @@ FIRST_RETRY_S, LAST_RETRY_S = 30.0, 600.0
 
 class Room(Enum):
     ENOUGH = auto()  # put now
-    EVICTED = auto()  # commit what was evicted; its pages are usable in the next transaction
+    EVICTED = auto()  # commit what was evicted and ask again: its pages are not usable yet
     NONE = auto()  # abort: there is too little to evict
 
 
@@ -46,6 +46,7 @@ class Space:
         self._salt_quota = _optional_size(config.salt_quota, "salt_quota")
         self._monotonic = monotonic
         self._is_evicting = False
+        self._maturing_pages = 0  # freed by the last transaction
         self._retry_at: float | None = None
         self._retry_s = FIRST_RETRY_S
         self.reason: str | None = None
@@ -58,9 +59,8 @@ class Space:
 
     def needed_pages(self, ledger: Ledger, batch: Sequence[Prepared]) -> int:
         """Pages a batch adds, plus those it copies before it changes them."""
-        _, tree = ledger.pages_used()
         blocks = sum(ledger.block_pages(block.nbytes) for block in batch)
-        return blocks + min(3 * len(batch), tree) + 8
+        return blocks + _copied_pages(ledger, len(batch))
 
     def make_room(
         self, ledger: Ledger, batch: Sequence[Prepared], protect: Collection[bytes]
@@ -79,7 +79,7 @@ class Space:
             if freed < over:
                 return Room.NONE
             self._is_evicting = excess > freed
-        if used + need > limit - _reserve(limit):
+        if used + need + self._maturing_pages > limit - _reserve(limit):
             return Room.EVICTED
         return Room.ENOUGH
 
@@ -162,7 +162,7 @@ class Space:
 
     def stop_growing(self, reason: str) -> None:
         """Recycle the pages the file has, from now on."""
-        if self.reason is None:
+        if self._retry_s == FIRST_RETRY_S:  # not again for each try that fails
             path = self._env.directory
             logger.warning("disk tier stops growing path=%s reason=%s", path, reason)
         self.reason = reason
@@ -177,8 +177,12 @@ class Space:
     def _stay_cut(self) -> None:
         self._env.resize(self._env.file_pages * self._env.page_size)
 
-    def grew(self) -> None:
-        """A group was committed: when the map is whole again, the next failure waits 30 s anew."""
+    def ends(self, ledger: Ledger) -> None:
+        """A transaction is about to end: what it freed matures during the next one."""
+        self._maturing_pages = ledger.freed_pages + _copied_pages(ledger, ledger.num_changes)
+
+    def stored(self) -> None:
+        """A batch was put. With the map whole again, the next failure to grow waits 30 s anew."""
         if self._retry_at is None:
             self._retry_s = FIRST_RETRY_S
 
@@ -202,6 +206,12 @@ _RECORD_BYTES = 320  # an index record of a block of 16 tokens, rounded up
 def _reserve(limit: int) -> int:
     """Pages that evicting itself needs: it copies tree pages before it changes them."""
     return max(16, limit // 64)
+
+
+def _copied_pages(ledger: Ledger, num_changes: int) -> int:
+    """Tree pages that a transaction copies before it changes them: three a block, at most all."""
+    _, tree = ledger.pages_used()
+    return min(3 * num_changes, tree) + 8
 
 
 def _optional_size(value: int | str | None, name: str) -> int | None:

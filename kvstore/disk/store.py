@@ -9,8 +9,6 @@ ones with ``FULL``, and ``stats()`` says why. Only when the environment is gone 
 """
 
 import contextlib
-import logging
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,38 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import lmdb
-import numpy as np
 
 from kvstore.block import BlockRef, BlockWrite, PutOutcome
 from kvstore.config import DiskConfig
 from kvstore.disk import places, registry, schema
-from kvstore.disk.codec import RAW, get_codec
+from kvstore.disk.codec import get_codec
 from kvstore.disk.environment import Environment, State
 from kvstore.disk.ledger import Prepared
-from kvstore.disk.schema import Head, Record, SealError
-from kvstore.disk.writer import DAMAGE, Writer
-from kvstore.errors import (
-    BlockMissingError,
-    ConfigError,
-    CorruptBlockError,
-    StoreClosedError,
-    TierBrokenError,
-)
-from kvstore.hashing import block_key
-
-logger = logging.getLogger(__name__)
+from kvstore.disk.reader import Reader
+from kvstore.disk.schema import DiskEntry, Head, Record, SealError
+from kvstore.disk.writer import Writer
+from kvstore.errors import KVStoreError, StoreClosedError, TierBrokenError
 
 _SHORT_WAIT_S = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class DiskEntry:
-    """One block found by ``probe``: what it takes on disk, and decoded."""
-
-    key: bytes
-    nbytes: int
-    codec: str
-    payload_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +62,18 @@ class DiskStore:
     ) -> None:
         self._env = env
         self._config = config
-        self._corrupt: dict[str, int] = {}
-        self._counts = threading.Lock()
         self._is_closed = False
         self._last_head = Head(0, env.capacity_bytes, 0, 0, schema.Usage())
-        self._writer = Writer(env, config, capacity_bytes, clock, monotonic, lock_timeout_s)
+        self._reader = Reader(env)
+        self._writer = Writer(
+            env,
+            config,
+            capacity_bytes,
+            clock=clock,
+            monotonic=monotonic,
+            lock_timeout_s=lock_timeout_s,
+            suspects=self._reader.suspects,
+        )
 
     @classmethod
     def open(
@@ -135,34 +121,8 @@ class DiskStore:
 
         Checks records, not payloads. One short read transaction, about 3 µs a block.
         """
-        found: list[DiskEntry] = []
-        try:
-            txn = self._begin_read(follow=True)
-        except TierBrokenError:
-            return found
-        try:
-            index = self._env.index
-            for ref in refs:
-                value = txn.get(ref.key, db=index)
-                if value is None:
-                    break
-                try:
-                    record = schema.decode_record(ref.key, value)
-                except SealError:
-                    self._suspect(ref, None, "record")
-                    break
-                if record.is_bad:
-                    break
-                wrong = _mismatch(record, ref)
-                if wrong:
-                    self._suspect(ref, record, wrong)
-                    break
-                found.append(DiskEntry(ref.key, record.nbytes, record.codec, record.payload_bytes))
-        except lmdb.Error as error:
-            self._read_failed(error)
-        finally:
-            self._env.end_read(txn)
-        return found
+        self._check_open()
+        return self._reader.probe(refs)
 
     def read_into(self, ref: BlockRef, dst: memoryview) -> None:
         """Fill ``dst`` (writable, exactly the decoded size) with a block's verified bytes.
@@ -172,68 +132,22 @@ class DiskStore:
         not here, ``CorruptBlockError`` when it is not what was asked for or not what was stored;
         then ``dst`` holds anything, and the writer will mark the block bad.
         """
-        try:
-            txn = self._begin_read()
-        except TierBrokenError as error:
-            raise BlockMissingError(str(error)) from error
-        env = self._env
-        try:
-            value = txn.get(ref.key, db=env.index)
-            if value is None:
-                raise BlockMissingError(f"block {ref.key.hex()[:16]} is not on disk")
-            try:
-                record = schema.read_record(value)
-            except SealError:
-                raise self._corrupt_block(ref, value, "record") from None
-            if record.is_bad is True:
-                raise BlockMissingError(f"block {ref.key.hex()[:16]} is marked bad")
-            if record.parent != ref.parent or record.tokens != ref.tokens:
-                raise self._corrupt_block(ref, value, _mismatch(record, ref))
-            if record.payload_bytes != len(dst):
-                raise self._wrong_size(ref, value, len(dst))
-            view = txn.get(ref.key, db=env.payload)
-            if view is None or len(view) != record.nbytes:
-                raise self._corrupt_block(ref, value, "length")
-            is_raw = record.codec == RAW and record.nbytes == record.payload_bytes
-            stored: Any = np.frombuffer(dst, np.uint8) if is_raw else np.empty(len(view), np.uint8)
-            stored[:] = np.frombuffer(view, np.uint8)  # without the interpreter lock
-            if schema.checksum(stored) != record.checksum:
-                raise self._corrupt_block(ref, value, "payload")
-        except lmdb.Error as error:
-            self._read_failed(error)
-            raise BlockMissingError(
-                f"block {ref.key.hex()[:16]} cannot be read: {error}"
-            ) from error
-        finally:
-            env.end_read(txn)
-        if not is_raw:
-            self._decode(ref, record, stored, dst)
+        self._check_open()
+        self._reader.read_into(ref, dst)
+
+    def read_many(self, reads: Sequence[tuple[BlockRef, memoryview]]) -> list[KVStoreError | None]:
+        """Several blocks in one transaction; for each None, or what ``read_into`` would raise.
+
+        Give a few megabytes at a time. When they come from the device and not from the page cache,
+        the kernel is asked for all of them before the first is copied.
+        """
+        self._check_open()
+        return self._reader.read_many(reads)
 
     def children(self, parent: bytes, limit: int = 64) -> list[BlockRef]:
         """Blocks that continue ``parent`` (a key, or the seed for roots), at most ``limit``."""
-        found: list[BlockRef] = []
-        try:
-            txn = self._begin_read(follow=True)
-        except TierBrokenError:
-            return found
-        try:
-            cursor = txn.cursor(db=self._env.children)
-            is_there = cursor.set_key(parent)
-            while is_there and len(found) < limit:
-                key = bytes(cursor.value())
-                value = txn.get(key, db=self._env.index)
-                try:
-                    record = schema.decode_record(key, value or b"")
-                except SealError:
-                    record = None
-                if record is not None and not record.is_bad and record.parent == parent:
-                    found.append(BlockRef(key, parent, record.tokens, record.depth))
-                is_there = cursor.next_dup()
-        except lmdb.Error as error:
-            self._read_failed(error)
-        finally:
-            self._env.end_read(txn)
-        return found
+        self._check_open()
+        return self._reader.children(parent, limit)
 
     def stats(self) -> DiskStats:
         """A snapshot; changes nothing."""
@@ -249,8 +163,6 @@ class DiskStore:
         waiting = env.waiting_since
         wait_s = env.lock_wait_s + (time.monotonic() - waiting if waiting is not None else 0.0)
         state, reason = self._state()
-        with self._counts:
-            corrupt = dict(self._corrupt)
         return DiskStats(
             blocks=head.total.num_blocks,
             tokens=head.total.num_tokens,
@@ -258,7 +170,7 @@ class DiskStore:
             file_bytes=places.allocated_bytes(env.data_file),
             capacity_bytes=head.capacity_bytes,
             bad_blocks=head.total.num_bad,
-            corrupt=corrupt,
+            corrupt=self._reader.corrupt,
             evictions=self._writer.num_evicted,
             lock_wait_s=wait_s,
             state=state,
@@ -362,66 +274,6 @@ class DiskStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # --- reading, inside --------------------------------------------------------------------------
-
-    def _begin_read(self, *, follow: bool = False) -> Any:
-        if self._is_closed:
-            raise StoreClosedError(f"{self._env.directory}: the store is closed")
-        if follow and self._env.state is State.OK:
-            self._env.follow_file()
-        try:
-            return self._env.begin_read()
-        except lmdb.Error as error:
-            self._read_failed(error)
-            raise TierBrokenError(str(error), tier="disk") from error
-
-    def _read_failed(self, error: lmdb.Error) -> None:
-        if isinstance(error, DAMAGE):
-            self._env.report_damage(error)
-        else:
-            logger.warning("disk read failed path=%s error=%s", self._env.directory, error)
-            self._count_corrupt("error")
-
-    def _decode(self, ref: BlockRef, record: Record, stored: Any, dst: memoryview) -> None:
-        try:
-            codec = get_codec(record.codec)
-            if codec is None:
-                raise ValueError(record.codec)  # noqa: TRY301
-            codec.decode_into(memoryview(stored), dst)
-        except (ConfigError, ValueError) as error:
-            raise self._suspect(ref, record, "codec") from error
-
-    def _corrupt_block(self, ref: BlockRef, value: Any, reason: str) -> CorruptBlockError:
-        """For a block that is not what it should be: whether its record or its payload is bad."""
-        try:
-            record = schema.decode_record(ref.key, value)
-        except SealError:
-            return self._suspect(ref, None, "record")
-        return self._suspect(ref, record, reason)
-
-    def _wrong_size(self, ref: BlockRef, value: Any, expected: int) -> CorruptBlockError:
-        try:
-            found = schema.decode_record(ref.key, value).payload_bytes
-        except SealError:
-            return self._suspect(ref, None, "record")
-        # The block is as it was stored; nothing is gained by dropping it.
-        return CorruptBlockError(
-            f"block {ref.key.hex()[:16]} has {found} bytes, {expected} were expected", reason="size"
-        )
-
-    def _suspect(self, ref: BlockRef, record: Record | None, reason: str) -> CorruptBlockError:
-        """Count a bad block, and leave it to the writer to mark it."""
-        self._count_corrupt(reason)
-        # A record that fits its key is right, and the request is what is wrong.
-        fits = record is not None and block_key(record.parent, record.tokens) == ref.key
-        if not (fits and reason in ("parent", "tokens")):
-            self._writer.suspects[ref.key] = (ref, record)
-        return CorruptBlockError(f"block {ref.key.hex()[:16]}: bad {reason}", reason=reason)
-
-    def _count_corrupt(self, reason: str) -> None:
-        with self._counts:
-            self._corrupt[reason] = self._corrupt.get(reason, 0) + 1
-
     # --- state ------------------------------------------------------------------------------------
 
     def _state(self) -> tuple[str, str | None]:
@@ -436,9 +288,12 @@ class DiskStore:
             return "read_only", "another process keeps the writer's lock"
         return State.OK.value, self._writer.space.reason
 
-    def _can_write(self) -> bool:
+    def _check_open(self) -> None:
         if self._is_closed:
             raise StoreClosedError(f"{self._env.directory}: the store is closed")
+
+    def _can_write(self) -> bool:
+        self._check_open()
         if self._env.is_inherited:
             self._env.begin_read()  # says why not
         is_read_only = self._env.is_read_only or self._config.disk_mode == "ro"
@@ -454,10 +309,3 @@ def open_for_change(path: str | Path, *, capacity_bytes: int | None = None) -> I
         if stats.state != "ok":
             raise TierBrokenError(f"{path}: {stats.reason}", tier="disk")
         yield store
-
-
-def _mismatch(record: Record, ref: BlockRef) -> str:
-    """Which part of a record is not what was asked for; empty when all is."""
-    if record.parent != ref.parent:
-        return "parent"
-    return "tokens" if record.tokens != ref.tokens else ""

@@ -21,6 +21,7 @@ from kvstore.disk import schema
 from kvstore.disk.codec import RAW, get_codec
 from kvstore.disk.environment import Environment, WriterBusyError
 from kvstore.disk.ledger import Ledger, Prepared
+from kvstore.disk.reader import DAMAGE, Suspect
 from kvstore.disk.repair import rebuild
 from kvstore.disk.schema import Record, SealError
 from kvstore.disk.space import Room, Space
@@ -28,7 +29,6 @@ from kvstore.errors import KVStoreError, TierBrokenError
 
 logger = logging.getLogger(__name__)
 
-DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.CursorFullError, lmdb.InvalidError)
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ROUNDS = 6  # transactions, most of which only evict, before a batch is given up
 _LOCKED_OUT_WAIT_S = 0.2
@@ -36,27 +36,26 @@ _WORTH = 0.95  # a codec must save more than this leaves
 _REMOVE_SLICE = 1000  # keys a transaction
 
 
-Suspect = tuple[BlockRef, Record | None]  # None: the record itself could not be read
-
-
 class _NoRoomError(Exception):
     """Abort the transaction: the batch does not fit, and nothing shall have changed."""
 
 
 class Writer:
-    """All methods belong to one thread; ``suspects`` may be appended to by any."""
+    """All methods belong to one thread; readers add to ``suspects`` from any."""
 
     def __init__(
         self,
         env: Environment,
         config: DiskConfig,
         capacity_bytes: int | None,
+        *,
         clock: Callable[[], float],
         monotonic: Callable[[], float],
         lock_timeout_s: float,
+        suspects: dict[bytes, Suspect],
     ) -> None:
         self.space = Space(env, config, monotonic)
-        self.suspects: dict[bytes, Suspect] = {}  # bad blocks that readers met, by key
+        self.suspects = suspects
         self.num_evicted = 0
         self.removed: list[tuple[bytes, bytes, bytes]] | None = None  # None: nobody takes them
         self._env = env
@@ -228,7 +227,7 @@ class Writer:
                         self._put_blocks(ledger, batch, spared) if room is Room.ENOUGH else None
                     )
                 if outcomes is not None:
-                    self.space.grew()
+                    self.space.stored()
                     return outcomes
             except _NoRoomError:
                 return None
@@ -275,6 +274,7 @@ class Writer:
                     if ledger.head.generation == self._env.generation:
                         yield ledger
                         ledger.finish()
+                        self.space.ends(ledger)
                         break
             except WriterBusyError:
                 self._is_locked_out = self._is_locked_out or wait_s >= self._lock_timeout_s

@@ -1,0 +1,307 @@
+"""The disk tier beside bare py-lmdb: the same value sizes, grouping and durability.
+
+put      blocks per second of a bare loop, over the time of put_group; recycled pages in both
+churn    the same at a full cache, where each group evicts as much as it stores
+get      bare get plus one copy, over read_into with verification; page cache warm
+cold     reading the file sequentially, over reading all blocks; page cache dropped
+open     from an imported library to the first verified block, by blocks in the cache
+inspect  the summary of a cache, by blocks in it
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import lmdb
+import numpy as np
+from harness import alternate, paired_ratio, parse_arguments, report, say, summarize
+
+from kvstore.block import BlockRef, BlockWrite, PutOutcome
+from kvstore.config import DiskConfig
+from kvstore.disk import DiskStore
+from kvstore.disk.offline import summarize as summarize_cache
+from kvstore.hashing import chain_refs, chain_seed, encode_tokens, namespace_id
+
+GOALS = {"put": 0.8, "churn": None, "get": 0.7, "cold": 0.7, "open": 20.0, "inspect": 1000.0}
+NAMESPACE = namespace_id({"model": "bench"})
+BLOCK_TOKENS = 16
+
+
+def make_chain(num_blocks: int, start: int = 0) -> list[BlockRef]:
+    tokens = encode_tokens((np.arange(num_blocks * BLOCK_TOKENS) * 7 + start) % (1 << 31))
+    return chain_refs(chain_seed(NAMESPACE), tokens, 4 * BLOCK_TOKENS)
+
+
+def as_writes(refs: list[BlockRef], payload: bytes) -> list[BlockWrite]:
+    return [BlockWrite(ref, NAMESPACE, b"", payload) for ref in refs]
+
+
+def groups(items: list, size: int) -> list[list]:
+    return [items[start : start + size] for start in range(0, len(items), size)]
+
+
+class Bare:
+    """What one would write with py-lmdb alone: one database, keys and values."""
+
+    def __init__(self, directory: Path, map_bytes: int, durability: str) -> None:
+        is_synced = durability == "power"
+        self.env = lmdb.open(
+            str(directory), map_size=map_bytes, max_dbs=1, sync=is_synced, metasync=is_synced
+        )
+        self.db = self.env.open_db(b"values")
+
+    def put(self, keys: list[bytes], payload: bytes, old: list[bytes] = ()) -> None:
+        with self.env.begin(write=True) as txn:
+            for key in old:
+                txn.delete(key, db=self.db)
+            for key in keys:
+                txn.put(key, payload, db=self.db)
+
+    def get_into(self, key: bytes, dst: memoryview) -> None:
+        with self.env.begin(buffers=True) as txn:
+            dst[:] = txn.get(key, db=self.db)
+
+
+def timed(run, *arguments) -> float:
+    started = time.perf_counter()
+    run(*arguments)
+    return time.perf_counter() - started
+
+
+def bench_put(
+    root: Path, value_bytes: int, num_blocks: int, group_bytes: int, durability: str, runs: int
+) -> dict:
+    refs = make_chain(num_blocks)
+    payload = os.urandom(value_bytes)
+    size = max(1, group_bytes // value_bytes)
+    writes, keys = groups(as_writes(refs, payload), size), groups([r.key for r in refs], size)
+    map_bytes = 3 * num_blocks * (value_bytes + 8192) + (64 << 20)
+    config = DiskConfig(durability=durability, group_commit_bytes=group_bytes)
+    bare = Bare(root / "bare", map_bytes, durability)
+    with DiskStore.open(root / "ours", capacity_bytes=map_bytes, config=config) as store:
+
+        def put_ours() -> float:
+            store.clear(refs[0].parent)
+            seconds = timed(lambda: [store.put_group(group) for group in writes])
+            assert store.stats().blocks == num_blocks
+            return seconds
+
+        def put_bare() -> float:
+            for group in keys:
+                with bare.env.begin(write=True) as txn:
+                    for key in group:
+                        txn.delete(key, db=bare.db)
+            return timed(lambda: [bare.put(group, payload) for group in keys])
+
+        samples = alternate({"ours": put_ours, "bare": put_bare}, runs)
+    bare.env.close()
+    return _rates("put", samples, num_blocks * value_bytes, value_bytes) | {
+        "group_bytes": group_bytes,
+        "durability": durability,
+    }
+
+
+def bench_churn(root: Path, value_bytes: int, num_blocks: int, runs: int) -> dict:
+    """A full cache: bare LMDB deletes the group it put longest ago, we evict."""
+    payload = os.urandom(value_bytes)
+    capacity = int(num_blocks * (value_bytes + 8192) / 0.85)
+    size = max(1, (16 << 20) // value_bytes)
+    bare = Bare(root / "bare", 2 * capacity, "process")  # it does not look for room: give it plenty
+    alive: list[list[bytes]] = []
+    with DiskStore.open(root / "ours", capacity_bytes=capacity) as store:
+        number = 0
+        while store.stats().evictions == 0:
+            number += 1
+            store.put_group(as_writes(make_chain(size, start=number * 1_000_003), payload))
+        while len(alive) * size < num_blocks:
+            alive.append([os.urandom(32) for _ in range(size)])
+            bare.put(alive[-1], payload)
+
+        def put_ours() -> float:
+            nonlocal number
+            chains = [make_chain(size, start=(number + i) * 1_000_003) for i in range(1, 9)]
+            number += 8
+            writes = [as_writes(chain, payload) for chain in chains]
+            outcomes: list[PutOutcome] = []
+            seconds = timed(lambda: [outcomes.extend(store.put_group(group)) for group in writes])
+            assert set(outcomes) == {PutOutcome.STORED}
+            return seconds
+
+        def put_bare() -> float:
+            fresh = [[os.urandom(32) for _ in range(size)] for _ in range(8)]
+
+            def run() -> None:
+                for group in fresh:
+                    bare.put(group, payload, alive.pop(0))
+                    alive.append(group)
+
+            return timed(run)
+
+        samples = alternate({"ours": put_ours, "bare": put_bare}, runs)
+    bare.env.close()
+    return _rates("churn", samples, 8 * size * value_bytes, value_bytes)
+
+
+def bench_get(root: Path, value_bytes: int, num_blocks: int, runs: int) -> list[dict]:
+    refs = make_chain(num_blocks)
+    payload = os.urandom(value_bytes)
+    map_bytes = 3 * num_blocks * (value_bytes + 8192) + (64 << 20)
+    bare = Bare(root / "bare", map_bytes, "process")
+    store = DiskStore.open(root / "ours", capacity_bytes=map_bytes)
+    for group in groups(refs, 64):
+        store.put_group(as_writes(group, payload))
+        bare.put([ref.key for ref in group], payload)
+    dst = memoryview(bytearray(value_bytes))
+    position = 0
+
+    def some(run) -> float:
+        """A few blocks at a time, so that both contenders see the machine in the same state."""
+        nonlocal position
+        position = (position + 37) % num_blocks
+        return timed(lambda: [run(refs[(position + i) % num_blocks]) for i in range(16)])
+
+    samples = alternate(
+        {
+            "ours": lambda: some(lambda ref: store.read_into(ref, dst)),
+            "bare": lambda: some(lambda ref: bare.get_into(ref.key, dst)),
+        },
+        40 * runs,
+    )
+    assert dst == payload
+    records = [_rates("get", samples, 16 * value_bytes, value_bytes)]
+    store.close()
+    bare.env.close()
+    records.append(_bench_cold(root / "ours", refs, dst, runs))
+    return records
+
+
+def _bench_cold(directory: Path, refs: list[BlockRef], dst: memoryview, runs: int) -> dict:
+    file = directory / "data.mdb"
+
+    def read_blocks() -> float:
+        _drop_pages(file)
+        with DiskStore.open(directory) as store:
+            return timed(lambda: [store.read_into(ref, dst) for ref in refs])
+
+    def read_file() -> float:
+        _drop_pages(file)
+        buffer = bytearray(1 << 20)
+
+        def run() -> None:
+            with file.open("rb", buffering=0) as opened:
+                while opened.readinto(buffer):
+                    pass
+
+        return timed(run) * (len(refs) * len(dst)) / file.stat().st_size
+
+    samples = alternate({"ours": read_blocks, "bare": read_file}, min(runs, 5))
+    return _rates("cold", samples, len(refs) * len(dst), len(dst))
+
+
+def _drop_pages(file: Path) -> None:
+    fd = os.open(file, os.O_RDONLY)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+
+
+_FIRST_HIT = """
+import json, sys, time
+from kvstore.disk import DiskStore
+from kvstore.block import BlockRef
+key, parent, tokens = map(bytes.fromhex, sys.argv[2:5])
+ref = BlockRef(key, parent, tokens, 0)
+started = time.perf_counter()
+store = DiskStore.open(sys.argv[1])
+assert len(store.probe([ref])) == 1
+store.read_into(ref, memoryview(bytearray(1024)))
+print(time.perf_counter() - started)
+store.close()
+"""
+
+
+def bench_index_size(root: Path, num_blocks: int, runs: int) -> list[dict]:
+    """Opening and inspecting must not depend on the number of blocks; payloads of 1 KiB."""
+    directory = root / f"index-{num_blocks}"
+    payload = os.urandom(1024)
+    with DiskStore.open(directory, capacity_bytes=4096 * num_blocks + (256 << 20)) as store:
+        for start in range(0, num_blocks, 1000):
+            refs = make_chain(min(1000, num_blocks - start), start=start * 977 + 1)
+            assert set(store.put_group(as_writes(refs, payload))) == {PutOutcome.STORED}
+        assert store.stats().blocks == num_blocks
+    ref = make_chain(1, start=1)[0]
+    arguments = [str(directory), ref.key.hex(), ref.parent.hex(), ref.tokens.hex()]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, "-c", _FIRST_HIT, *arguments]
+    opens = [
+        json.loads(subprocess.run(command, env=environment, capture_output=True, check=True).stdout)
+        for _ in range(runs)
+    ]
+    inspects = [timed(summarize_cache, directory) for _ in range(runs)]
+    assert summarize_cache(directory)["blocks"] == num_blocks
+    return [
+        {
+            "case": case,
+            "blocks": num_blocks,
+            "median_ms": 1e3 * summarize(seconds)["median"],
+            "max_ms": 1e3 * max(seconds),
+            "goal_ms": GOALS[case],
+        }
+        for case, seconds in (("open", opens), ("inspect", inspects))
+    ]
+
+
+def _rates(case: str, samples: dict[str, list[float]], num_bytes: int, value_bytes: int) -> dict:
+    """GB/s is payload bytes over the median time; the ratio is that of samples side by side."""
+    record = {"case": case, "value_bytes": value_bytes}
+    record["ratio"] = paired_ratio(samples["bare"], samples["ours"])
+    record["goal"] = GOALS[case]
+    for name, seconds in samples.items():
+        found = summarize(seconds)
+        record[f"{name}_gb_s"] = num_bytes / found["median"] / 1e9
+        record[f"{name}_p99_ms"] = 1e3 * found["p99"]
+    return record
+
+
+def main() -> None:
+    arguments = parse_arguments(
+        __doc__,
+        ("--runs", 7),
+        ("--blocks", 512),
+        ("--index-blocks", 100_000),
+        ("--directory", None),
+    )
+    records: list[dict] = []
+    root = Path(tempfile.mkdtemp(prefix="bench-disk-", dir=arguments.directory))
+    runs = arguments.runs
+
+    def run(name: str, bench, *parameters) -> None:
+        say(f"{name} {parameters}")
+        place = root / f"{len(records)}"
+        place.mkdir()
+        (place / "bare").mkdir()
+        found = bench(place, *parameters)
+        records.extend(found if isinstance(found, list) else [found])
+        shutil.rmtree(place)
+
+    try:
+        for value_bytes in (256 << 10, 1 << 20):
+            num_blocks = max(32, arguments.blocks * (256 << 10) // value_bytes)
+            run("put", bench_put, value_bytes, num_blocks, 16 << 20, "process", runs)
+            run("get", bench_get, value_bytes, num_blocks, runs)
+        run("put", bench_put, 256 << 10, max(32, arguments.blocks // 4), 16 << 20, "power", runs)
+        run("churn", bench_churn, 360 << 10, arguments.blocks, runs)
+        for num_blocks in (100, arguments.index_blocks):
+            run("index", bench_index_size, num_blocks, runs)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    report("disk", records, arguments)
+
+
+if __name__ == "__main__":
+    main()
