@@ -24,6 +24,7 @@ from kvstore.disk.ledger import Ledger, Prepared
 logger = logging.getLogger(__name__)
 
 FIRST_RETRY_S, LAST_RETRY_S = 30.0, 600.0
+_GROWN_PAGES = 1024
 
 
 class Room(Enum):
@@ -49,6 +50,7 @@ class Space:
         self._maturing_pages = 0  # freed by the last transaction
         self._retry_at: float | None = None
         self._retry_s = FIRST_RETRY_S
+        self._cut_pages = 0  # the file's size when it could not grow
         self.reason: str | None = None
 
     # --- room in the map --------------------------------------------------------------------------
@@ -175,15 +177,19 @@ class Space:
             self._stay_cut()
 
     def _stay_cut(self) -> None:
-        self._env.resize(self._env.file_pages * self._env.page_size)
+        self._cut_pages = self._env.file_pages
+        self._env.resize(self._cut_pages * self._env.page_size)
 
     def ends(self, ledger: Ledger) -> None:
         """A transaction is about to end: what it freed matures during the next one."""
         self._maturing_pages = ledger.freed_pages + _copied_pages(ledger, ledger.num_changes)
 
     def stored(self) -> None:
-        """A batch was put. With the map whole again, the next failure to grow waits 30 s anew."""
-        if self._retry_at is None:
+        """A batch was put. Once the file has grown again, the next failure waits 30 s anew.
+
+        A few pages do not count: they may be the last that the volume had.
+        """
+        if self._retry_at is None and self._env.file_pages >= self._cut_pages + _GROWN_PAGES:
             self._retry_s = FIRST_RETRY_S
 
     def _postpone(self) -> None:

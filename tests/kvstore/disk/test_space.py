@@ -70,18 +70,18 @@ def test_full_volume_recycles_pages_and_grows_again_later(
 
 def test_retries_to_grow_are_doubled_up_to_ten_minutes(directory: Path, blocks: Blocks) -> None:
     now = FakeClock()
-    tries = []
+    pauses = []
     with DiskStore.open(directory, capacity_bytes=64 << 20, config=small(), monotonic=now) as store:
         space = store._writer.space
         with file_size_limit(2 << 20):
-            put_chains(store, blocks, range(20))
-            for start in range(20, 140):
-                before = space._retry_at
+            last = None
+            for start in range(250):
                 put_chains(store, blocks, range(start, start + 1))
-                if space._retry_at != before:
-                    tries.append(space._retry_s)
+                if space._retry_at not in (None, last):
+                    last = space._retry_at
+                    pauses.append(last - now.now)
                 now.now += 30
-    assert tries[:5] == [120.0, 240.0, 480.0, 600.0, 600.0]
+    assert pauses[:7] == [30.0, 60.0, 120.0, 240.0, 480.0, 600.0, 600.0]
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
