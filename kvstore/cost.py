@@ -37,7 +37,7 @@ _PROBE_COST = 0.25  # the blocks tried take at most this share of computing, as 
 _LEAST_GAIN = 0.10  # of the load's time, for which it is worth computing what is there
 _REACH = 4  # a fit is trusted up to this many times the largest step and context it has seen
 _LONG_BUSY_S = 1.0  # a tier that is never idle is observed this often
-_ROUNDS = 4
+_ROUNDS = 4  # of a fit that weighs errors by its own predictions
 _WEAK = 0.01  # weight of what an estimate falls back to where observations leave it open
 
 
@@ -170,8 +170,8 @@ class CostModel:
     ) -> None:
         self.policy = policy
         self.chunk_tokens = chunk_tokens
-        self._clock = clock
         self.uniform = uniform
+        self._clock = clock
         self._tiers = {tier: _TierCost(guess) for tier, guess in _GUESSES.items()}
         self._steps: dict[tuple[int, int], _StepMean] = {}
         self._largest_step = 0.0  # tokens
@@ -279,11 +279,12 @@ class CostModel:
         off = sum(w * math.log(m.seconds / start.seconds(m.num_bytes)) for m, w in means)
         factor = math.exp(off / weight)
         latency, byte_s = factor * start.latency_s, factor / start.bytes_per_s
+        open_ends = [
+            ((1.0, 0.0), latency, _WEAK / latency**2),
+            ((0.0, 1.0), byte_s, _WEAK / byte_s**2),
+        ]
         for _ in range(_ROUNDS):  # errors are weighed by what was predicted, which they change
-            rows = [
-                ((1.0, 0.0), latency, _WEAK / latency**2),
-                ((0.0, 1.0), byte_s, _WEAK / byte_s**2),
-            ]
+            rows = list(open_ends)
             for mean, w in means:
                 predicted = latency + byte_s * mean.num_bytes
                 rows.append(((1.0, mean.num_bytes), mean.seconds, w / predicted / mean.seconds))
