@@ -25,10 +25,10 @@ from typing import Any
 import torch
 
 # Larger chunks compute a prompt faster, smaller ones leave less to be computed again behind a
-# cached prefix. On a CPU a prompt takes 3 % longer in chunks of 256 than in chunks of 2,048, and
-# 22 % in chunks of 128. On a GPU a forward of a thousand tokens hardly takes longer than one of a
-# hundred (a guess).
-_CHUNK_TOKENS = {"cpu": 256, "cuda": 1024}
+# cached prefix. On a CPU a prompt takes 22 % longer in chunks of 128 than in chunks of 2,048, and
+# 3 % in chunks of 256; but then a question costs a third more, and questions are many. On a GPU a
+# forward of a thousand tokens hardly takes longer than one of a hundred (a guess).
+_CHUNK_TOKENS = {"cpu": 128, "cuda": 1024}
 # More rows serve more sequences at once, and cost the one that decodes alone: on a CPU 4 rows take
 # 1.4 times as long as one, 8 twice as long. On a GPU the weights are read once for all (a guess).
 _DECODE_ROWS = {"cpu": 4, "cuda": 64}

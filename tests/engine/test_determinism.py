@@ -12,8 +12,8 @@ from engine.model_loader import LoadedModel, prepare_model
 from engine.model_runner import ModelRunner, SequenceStep
 
 CPU = torch.device("cpu")
-CHUNK = 256
-NUM_TOKENS = 300  # one whole chunk and a part of the next
+CHUNK = 128
+NUM_TOKENS = 172  # one whole chunk and a part of the next
 TABLE = 2 * CHUNK // 16
 
 COMMON = {
@@ -151,11 +151,11 @@ def test_a_step_that_wants_no_logits_gives_none(loaded):
 
 
 def test_padding_writes_only_into_the_blocks_of_its_sequence():
-    pool = Pool(make_loaded())
-    pool.run(SequenceStep(prompt(0, 20), 0, list(range(30, 46)), False))
-    pool.run(SequenceStep([5], 20, list(range(30, 46)), True))
+    pool, table = Pool(make_loaded()), list(range(30, 30 + CHUNK // 16))
+    pool.run(SequenceStep(prompt(0, 20), 0, table, False))
+    pool.run(SequenceStep([5], 20, table, True))
     written = ~pool.tensor.flatten(1).isnan().all(dim=1)
-    assert written.nonzero().flatten().tolist() == list(range(30, 46))
+    assert written.nonzero().flatten().tolist() == table
 
 
 def test_the_number_of_threads_stays_that_of_the_load():
@@ -179,7 +179,7 @@ def test_a_gpu_runs_operations_without_races_during_a_forward_alone():
 
 
 @pytest.mark.parametrize(
-    ("block_size", "chunk_tokens"), [(16, 256), (256, 256), (128, 256), (8, 256)]
+    ("block_size", "chunk_tokens"), [(8, 128), (16, 128), (128, 128), (256, 256)]
 )
 def test_a_chunk_is_whole_blocks(block_size, chunk_tokens):
     assert FixedShapes.of(CPU, block_size).chunk_tokens == chunk_tokens

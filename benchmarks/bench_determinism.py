@@ -1,0 +1,83 @@
+"""What deterministic mode costs: time to the first token and per token, with it and without.
+
+cold      a document and a question, nothing cached
+question  the same with the document on the device
+decode    one token of the answer to one question
+decode 8  one token each of eight answers at once
+
+The mode's own promise is checked on the way: the answer behind the cached document is the cold one.
+"""
+
+from bench_ttft import QUESTION, document_text
+from harness import alternate, paired_ratio, parse_arguments, report, say, summarize
+
+NUM_NEW = 17  # the first is not decoded
+
+
+def main() -> None:
+    arguments = parse_arguments(
+        __doc__, ("--runs", 5), ("--words", 2150), ("--model", "demo"), ("--dtype", "bfloat16")
+    )
+    from engine import LLM, SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
+    text = document_text(arguments.words)
+    settings = {"dtype": arguments.dtype, "load_policy": "always", "max_model_len": 4096}
+    engines = {
+        "plain": LLM(arguments.model, **settings),
+        "deterministic": LLM(arguments.model, deterministic=True, **settings),
+    }
+    documents = {name: llm.document(text) for name, llm in engines.items()}
+    answers: dict[str, list[int]] = {}
+    salts = iter(range(1_000_000))
+
+    def output_of(name, document):
+        output = document.ask(QUESTION, params)
+        token_ids = output.outputs[0].token_ids
+        if name == "deterministic":
+            assert answers.setdefault(name, token_ids) == token_ids, "the answer changed"
+        return output
+
+    def cold(name):
+        document = engines[name].document(text, prefill=False, cache_salt=f"run {next(salts)}")
+        output = output_of(name, document)
+        assert output.num_cached_tokens == 0
+        return output.metrics.ttft_s
+
+    def question(name):
+        output = output_of(name, documents[name])
+        assert output.num_cached_tokens > 0.9 * len(output.prompt_token_ids)
+        return output.metrics.ttft_s
+
+    def decode(name):
+        return output_of(name, documents[name]).metrics.decode_s / (NUM_NEW - 1)
+
+    def decode_many(name):
+        outputs = documents[name].ask([f"{QUESTION} Part {part}." for part in range(8)], params)
+        return max(output.metrics.decode_s for output in outputs) / (NUM_NEW - 1)
+
+    cases = {"cold": cold, "question": question, "decode": decode, "decode 8": decode_many}
+    say(f"{len(documents['plain'].prompt_token_ids(QUESTION))} prompt tokens")
+    samples = alternate(
+        {
+            f"{case} {name}": lambda measure=measure, name=name: measure(name)
+            for case, measure in cases.items()
+            for name in engines
+        },
+        arguments.runs,
+    )
+    for llm in engines.values():
+        llm.close()
+    records = []
+    for case in cases:
+        plain, mode = (samples[f"{case} {name}"] for name in engines)
+        records.append(
+            {"case": case, "plain_s": summarize(plain)["median"]}
+            | {f"deterministic_{key}": value for key, value in summarize(mode).items()}
+            | {"ratio": paired_ratio(mode, plain)}
+        )
+    report("determinism", records, arguments)
+
+
+if __name__ == "__main__":
+    main()
