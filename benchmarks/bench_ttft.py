@@ -63,7 +63,8 @@ def main() -> None:
         cached.flush()
         third = len(other) // 3
         moved = hosted.document(text)
-        pushing = [hosted.document(other[:third]), hosted.document(other[third : 2 * third])]
+        parts = [other[start : start + third] for start in range(0, 3 * third, third)]
+        pushing = [hosted.document(part) for part in parts]
         answer = plain.ask(QUESTION, params)
         expected, num_tokens = answer.outputs[0].token_ids, len(answer.prompt_token_ids)
         say(f"{num_tokens} prompt tokens")
@@ -71,8 +72,11 @@ def main() -> None:
 
         def ttft(document, tier=None):
             output = document.ask(QUESTION, params)
-            found = {name for name, count in output.metrics.cached_tokens.items() if count}
-            assert found == ({tier} if tier else set()), f"served from {found}, not {tier}"
+            found = output.metrics.cached_tokens
+            # The chat template's first block may be shared with another document on the device.
+            least = 0.95 * num_tokens if tier else 0
+            assert found.get(tier, 0) >= least, f"served from {found}, not {tier}"
+            assert tier or not any(found.values()), f"served from {found}, not computed"
             assert output.outputs[0].token_ids == expected, "the answer changed"
             return output.metrics.ttft_s
 
