@@ -61,7 +61,7 @@ test-tools: install
 	$(PY) -m pytest tests/tools tests/test_repository.py
 
 soak-disk: install
-	$(PY) -m pytest -m soak tests/kvstore/disk
+	$(PY) -m pytest -m soak -o faulthandler_timeout=0 tests/kvstore/disk
 
 lint: install
 	$(PY) -m ruff check .

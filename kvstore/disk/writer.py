@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ROUNDS = 6  # transactions, most of which only evict, before a batch is given up
+_SURVEYS = 3  # of a group, when other processes evict what was there at the last
 _LOCKED_OUT_WAIT_S = 0.2
 _WORTH = 0.95  # a codec must save more than this leaves
 _REMOVE_SLICE = 1000  # keys a transaction
@@ -89,10 +90,14 @@ class Writer:
     ) -> list[PutOutcome]:
         self._env.follow_file()
         self.tidy()
-        outcomes = self._survey(writes)
-        absent = [write for write in writes if write.ref.key not in outcomes]
-        blocks = [self._prepare(write, count_tokens=count_tokens) for write in absent]
-        outcomes |= self.put(blocks, spare=outcomes)
+        outcomes: dict[bytes, PutOutcome] = {}
+        for _ in range(_SURVEYS):
+            outcomes = self._survey(writes)
+            absent = [write for write in writes if write.ref.key not in outcomes]
+            blocks = [self._prepare(write, count_tokens=count_tokens) for write in absent]
+            outcomes |= self.put(blocks, spare=outcomes)
+            if not any(_lost_parent(write.ref, outcomes) for write in writes):
+                break
         return [outcomes[write.ref.key] for write in writes]
 
     def tidy(self, *, wait_s: float | None = None) -> None:
@@ -378,6 +383,12 @@ class Writer:
         except (SealError, lmdb.Error, TierBrokenError):
             return []  # whoever reads the block finds out
         return due
+
+
+def _lost_parent(ref: BlockRef, outcomes: dict[bytes, PutOutcome]) -> bool:
+    """Its parent, of the same group, was here at the survey, and then another process evicted it."""
+    is_orphan = outcomes[ref.key] is PutOutcome.ORPHAN
+    return is_orphan and outcomes.get(ref.parent) is PutOutcome.PRESENT
 
 
 def _is_present(env: Environment, txn: Any, ref: BlockRef) -> bool:

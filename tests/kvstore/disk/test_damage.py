@@ -18,7 +18,7 @@ from kvstore.disk import DiskStore
 from kvstore.disk.offline import verify
 from kvstore.errors import BlockMissingError, CorruptBlockError, TierBrokenError
 
-WRONG_BYTES, FINE = 3, 0
+FINE, WRONG_BYTES, OFF = 0, 3, 4
 PAGE = 4096
 
 
@@ -35,7 +35,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[
     return directory, chains[1:]
 
 
-def use(directory: Path, chains: list[list[BlockRef]], *, is_next_start: bool) -> int:
+def use(directory: Path, chains: list[list[BlockRef]], life: int) -> int:
     """A life of the engine: read everything, put back what is missing, store something new."""
     blocks = Blocks(payload_bytes=9_000)
     with DiskStore.open(directory, capacity_bytes=16 << 20) as store:
@@ -50,12 +50,13 @@ def use(directory: Path, chains: list[list[BlockRef]], *, is_next_start: bool) -
         try:
             for chain in chains:
                 store.put_group(blocks.writes(chain))
-            store.put_group(blocks.writes(blocks.chain(8, start=3 if is_next_start else 2)))
+            store.put_group(blocks.writes(blocks.chain(8, start=life)))
             store.touch([ref.key for ref in reversed(chains[0])])
         except TierBrokenError:
-            assert not is_next_start
-        if is_next_start:
-            assert store.stats().state == "ok"
+            return OFF
+        if store.stats().state != "ok":
+            return OFF
+        if life > 1:
             for chain in chains:
                 assert len(store.probe(chain)) == len(chain)
                 for ref in chain:
@@ -90,22 +91,23 @@ def live_tree_pages(data: bytes) -> list[int]:
 
 
 def damage_and_live(
-    pristine: tuple[Path, list[list[BlockRef]]], tmp_path: Path, damage: list[tuple[int, int]]
+    pristine: tuple[Path, list[list[BlockRef]]],
+    tmp_path: Path,
+    offset: int,
+    mask: int,
+    num_lives: int,
 ) -> list[int]:
-    """Flip bits (offset, mask) in a copy; what each of two lives ends with."""
+    """Flip bits of one byte in a copy; what each of some lives ends with."""
     source, chains = pristine
     directory = tmp_path / "cache"
     shutil.rmtree(directory, ignore_errors=True)
     shutil.copytree(source, directory)
     with data_file(directory).open("r+b") as file:
-        for offset, mask in damage:
-            file.seek(offset)
-            byte = file.read(1)[0]
-            file.seek(offset)
-            file.write(bytes([byte ^ mask]))
-    first = in_fork(lambda: use(directory, chains, is_next_start=False))
-    second = in_fork(lambda: use(directory, chains, is_next_start=True))
-    return [first, second]
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ mask]))
+    return [in_fork(functools.partial(use, directory, chains, n)) for n in range(1, num_lives + 1)]
 
 
 def check_payload_flips(pristine, tmp_path: Path, count: int) -> None:
@@ -115,30 +117,29 @@ def check_payload_flips(pristine, tmp_path: Path, count: int) -> None:
     for _ in range(count):
         ref = draw.choice(draw.choice(pristine[1]))
         offset = data.index(blocks.payload(ref)) + draw.randrange(9_000)
-        ends = damage_and_live(pristine, tmp_path, [(offset, 1 << draw.randrange(8))])
+        ends = damage_and_live(pristine, tmp_path, offset, 1 << draw.randrange(8), 2)
         assert ends == [FINE, FINE], offset
         assert problems_on_disk(tmp_path / "cache") == []
         assert not list((tmp_path / "cache").glob("*.damaged-*"))
 
 
-def check_tree_flips(pristine, tmp_path: Path, count: int) -> int:
-    """Returns how many of the flips killed the first life."""
+def check_tree_flips(pristine, tmp_path: Path, count: int) -> None:
+    """One life may end by the damage, or with the tier off. The next one is fine."""
     pages = live_tree_pages(data_file(pristine[0]).read_bytes())
     assert len(pages) > 30
     draw = random.Random(2)
-    num_died = 0
     for _ in range(count):
-        offset = draw.choice(pages) * PAGE + draw.randrange(PAGE)
-        flip = (offset, 1 << draw.randrange(8))
-        first, second = damage_and_live(pristine, tmp_path, [flip])
-        assert first == FINE or first < 0, flip
-        assert second == FINE, flip
-        num_died += first < 0
-        # A flip inside a key leaves a sound tree that says something else: verify sees it.
-        verify(tmp_path / "cache", fix=True)
-        assert verify(tmp_path / "cache")["ok"], flip
-        assert problems_on_disk(tmp_path / "cache") == []
-    return num_died
+        offset, mask = draw.choice(pages) * PAGE + draw.randrange(PAGE), 1 << draw.randrange(8)
+        ends = damage_and_live(pristine, tmp_path, offset, mask, 3)
+        assert all(end in (FINE, OFF) or end < 0 for end in ends), (offset, mask, ends)
+        assert ends.count(FINE) >= 2, (offset, mask, ends)
+        if ends[-1] == FINE:
+            # A flip inside a key leaves a sound tree that says something else, one in a list of
+            # free pages may lie there unread: verify sees both.
+            verify(tmp_path / "cache", fix=True)
+            assert verify(tmp_path / "cache")["ok"], (offset, mask)
+            if data_file(tmp_path / "cache").exists():
+                assert problems_on_disk(tmp_path / "cache") == []
 
 
 def check_truncations(pristine, tmp_path: Path, count: int) -> None:
@@ -147,7 +148,7 @@ def check_truncations(pristine, tmp_path: Path, count: int) -> None:
     draw = random.Random(3)
     directory = tmp_path / "cache"
     sizes = [0, 1, PAGE, 2 * PAGE, size - 1, *(draw.randrange(size) for _ in range(count - 5))]
-    life = functools.partial(use, directory, chains, is_next_start=True)
+    life = functools.partial(use, directory, chains, 2)
     for cut in sizes:
         shutil.rmtree(directory, ignore_errors=True)
         shutil.copytree(source, directory)
