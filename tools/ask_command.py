@@ -28,7 +28,8 @@ def _ask(file: str, questions: tuple[str, ...], as_json: bool, **parameters: Any
     if not all(question.strip() for question in questions):
         raise ConfigError("-q: a question is empty; write what you want to know")
 
-    _say(f"loading the model {settings['model']}")
+    if sys.stderr.isatty():
+        _say(f"loading the model {settings['model']}")
     from engine.llm import LLM
 
     with LLM(**settings) as llm:
