@@ -386,7 +386,7 @@ class Writer:
 
 
 def _lost_parent(ref: BlockRef, outcomes: dict[bytes, PutOutcome]) -> bool:
-    """Its parent, of the same group, was here at the survey, and then another process evicted it."""
+    """Its parent, of the same group, was here at the survey; then another process evicted it."""
     is_orphan = outcomes[ref.key] is PutOutcome.ORPHAN
     return is_orphan and outcomes.get(ref.parent) is PutOutcome.PRESENT
 

@@ -1,7 +1,6 @@
 """The disk tier for the transfer loop: a ``DiskStore`` behind its named threads."""
 
 import asyncio
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -49,7 +48,7 @@ class LmdbTier:
         await self._change(self._disk.touch, keys)
 
     async def clear(self, seed: bytes) -> int:
-        return await self._change(self._clear_sync, seed)
+        return await self._change(self._disk.clear, seed)
 
     def watch_removals(self, watcher: Callable[[Sequence[RemovedBlock]], None]) -> None:
         self._disk.take_removed()
@@ -83,20 +82,8 @@ class LmdbTier:
     async def _run(pool: ThreadPoolExecutor, function: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
 
-    def _clear_sync(self, seed: bytes) -> int:
-        keys, parents = [], [seed]
-        while parents:
-            children = [ref.key for ref in self._disk.children(parents.pop(), limit=sys.maxsize)]
-            keys += children
-            parents += children
-        return self._disk.remove(keys[::-1])  # children before their parents
-
     def _read_sync(self, reads: Sequence[BlockRead]) -> list[KVStoreError | None]:
-        outcomes: list[KVStoreError | None] = []
-        for read in reads:
-            try:
-                self._disk.read_into(read.ref, read.dst)
-                outcomes.append(None)
-            except KVStoreError as error:
-                outcomes.append(error)
-        return outcomes
+        try:
+            return self._disk.read_many([(read.ref, read.dst) for read in reads])
+        except KVStoreError as error:  # closed meanwhile
+            return [error for _ in reads]
