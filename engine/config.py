@@ -32,13 +32,31 @@ class EngineConfig:
     """All keywords of ``LLM`` with their defaults. Sizes are int bytes or ``"512MiB"``.
 
     model                   transformers directory, hub id, ``.gguf`` file, or ``"demo"``
+    enable_prefix_caching   off: every prompt is computed in full, and no tier keeps anything
+    block_size              tokens of one block; caches of different sizes share nothing
+    device                  where the model runs; "auto": CUDA where there is one, else the CPU
+    dtype                   of weights and cache: float32, float16, bfloat16; "auto": the
+                            checkpoint's
+    tokenizer               directory or hub id, if it is not the model's own
+    revision                branch, tag or commit of a hub id
+    trust_remote_code       run Python code that comes with the checkpoint
     device_cache            bytes of KV blocks on the device; "auto": 2 GiB on CPU,
                             ``gpu_memory_utilization`` of the free memory on CUDA
+    gpu_memory_utilization  part of the free memory of a GPU that "auto" takes
     host_cache              bytes of page-locked host memory; "auto": 4 GiB on CUDA, none on CPU,
                             where it would be the same memory twice
     disk_cache              directory of the disk tier, None for no disk tier
     disk_cache_size         bytes the directory may take; belongs to the directory
+    max_model_len           tokens of prompt and answer at most; None: what the model takes
+    max_num_seqs            sequences in one forward at most
     max_num_batched_tokens  tokens of one forward; longer prompts are prefilled in chunks
+    seed                    of requests that bring none of their own
+    enforce_eager           no CUDA graphs
+    skip_tokenizer_init     work with token ids only
+    load_policy             load a cached prefix, or compute it: what is faster by measurement, or
+                            always the one
+    write_policy            when a block is written to disk: soon, at once, when it is evicted, or
+                            once it was used again
     attention_backend       kernels of attention: ours in Triton, their torch twins, or a library
                             that is installed; "auto": ours, or what is measured to be faster
     deterministic           logits have the same bits, whether a prefix was cached or not; slower
