@@ -51,7 +51,7 @@ class EngineConfig:
     max_num_seqs            sequences in one forward at most
     max_num_batched_tokens  tokens of one forward; longer prompts are prefilled in chunks
     seed                    of requests that bring none of their own
-    enforce_eager           no CUDA graphs
+    enforce_eager           no CUDA graphs (none are captured yet)
     skip_tokenizer_init     work with token ids only
     load_policy             load a cached prefix, or compute it: what is faster by measurement, or
                             always the one
