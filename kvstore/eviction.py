@@ -9,14 +9,15 @@ never leaves the slowest memory tier.
 """
 
 import logging
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from itertools import islice
 
 from kvstore.block import TierName
 from kvstore.config import StoreConfig
-from kvstore.errors import KVStoreError
+from kvstore.errors import CapacityError, KVStoreError
 from kvstore.events import EventLog
 from kvstore.index import NONE, VALID, BlockIndex
+from kvstore.lease import Pin
 from kvstore.policy import POLICIES, Prioritised
 from kvstore.tiers.base import BlockPool
 from kvstore.transfer import TransferLoop
@@ -85,6 +86,19 @@ class Evictor:
             self.evicted_blocks["device"] += 1
         return True
 
+    def pin(self, slots: Sequence[int]) -> Pin:
+        """See ``BlockStore.pin``."""
+        pool = self._host or self._device
+        num_pinned = len(self.pins.keys() | set(slots))
+        if num_pinned > pool.capacity // 2:
+            raise CapacityError(
+                f"pins would hold {num_pinned} of {pool.capacity} blocks; at most half of a tier "
+                f"may be pinned: raise {'host' if self._host else 'device'}_cache, or unpin"
+            )
+        for slot in slots:
+            self.pins[slot] = self.pins.get(slot, 0) + 1
+        return Pin(len(slots), lambda: self._unpin(slots))
+
     def pump(self) -> None:
         """Copy the next victims to host ahead of need once the device is nearly full."""
         if self._host is None:
@@ -141,6 +155,12 @@ class Evictor:
         # Their children have been chosen since, or are held by a transfer that nobody waits for.
         chosen.update(dict.fromkeys(passed_over[::-1][: count - len(chosen)]))
         return list(chosen)
+
+    def _unpin(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self.pins[slot] -= 1
+            if self.pins[slot] == 0:
+                del self.pins[slot]
 
     def _is_on_host(self, slot: int) -> bool:
         return self._index.host[slot] != NONE and not self._index.transfers[slot]

@@ -16,7 +16,13 @@ from kvstore.index import FAILED, LOADING, NONE, VALID, BlockIndex
 from kvstore.lease import Lookup, PartialMatch
 
 _MOST_SIBLINGS = 64  # newest first; a document may have thousands of questions below it
-_LOADS_ALL = (LoadReason.ALWAYS, LoadReason.UNFITTED, LoadReason.LOAD, LoadReason.SMALL_GAIN)
+_LOADS_ALL = (
+    LoadReason.ALWAYS,
+    LoadReason.UNFITTED,
+    LoadReason.LOAD,
+    LoadReason.SMALL_GAIN,
+    LoadReason.NOTHING_TO_LOAD,
+)
 
 
 class Matcher:

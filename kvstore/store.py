@@ -18,24 +18,26 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Set
 
-from kvstore.block import BlockLayout, BlockRef, TierName
+from kvstore.block import BlockLayout, TierName
 from kvstore.check import check
 from kvstore.config import StoreConfig
-from kvstore.cost import CostModel, LoadReason
-from kvstore.errors import CapacityError, KVStoreError, OutOfBlocksError, StoreClosedError
+from kvstore.cost import CostModel
+from kvstore.errors import KVStoreError, OutOfBlocksError, StoreClosedError
 from kvstore.event_file import EventFile
 from kvstore.events import EventLog
 from kvstore.eviction import Evictor
-from kvstore.hashing import block_key, chain_seed, salt_digest
-from kvstore.index import FAILED, LOADING, NONE, VALID, BlockIndex
+from kvstore.hashing import chain_seed, salt_digest
+from kvstore.index import NONE, BlockIndex
 from kvstore.lease import Lease, Lookup, LookupState, Pin
+from kvstore.leasing import Leasing
 from kvstore.matching import Matcher
 from kvstore.policy import VictimPolicy
 from kvstore.promotion import Promoter
+from kvstore.reporting import Reporter
 from kvstore.self_measurement import SelfMeasurement
-from kvstore.stats import StoreStats, TierStats
+from kvstore.stats import StoreStats
 from kvstore.tiers.base import BlockCopier, BlockPool, DiskTier, RemovedBlock
 from kvstore.tiers.host import HostCopier, HostPool
 from kvstore.transfer import Probed, TransferLoop
@@ -126,6 +128,7 @@ class BlockStore:
             block_bytes=layout.block_bytes,
             clock=clock,
             events=self.events,
+            is_on=disk is not None and self.config.disk_mode == "rw",
             on_broken=self._lose_disk,
         )
         self._evictor = Evictor(
@@ -155,14 +158,30 @@ class BlockStore:
         self._self_measurement = SelfMeasurement(
             self._transfer, copier, device, self.host, self.cost, layout.block_bytes, clock
         )
-        self.leases: set[Lease] = set()
+        self._leasing = Leasing(
+            self.index,
+            device,
+            self._matcher,
+            self._evictor,
+            self._promoter,
+            self._write_behind,
+            self.events,
+            layout,
+            self.config,
+        )
+        self._reporter = Reporter(
+            layout,
+            device,
+            self.host,
+            copier,
+            self._transfer,
+            self._evictor,
+            self._promoter,
+            self._leasing,
+            self._write_behind,
+            self.events,
+        )
         self._prefetches: list[tuple[Lookup, Lease | None]] = []
-        self._num_uses = 0
-        self._looked_up = 0
-        self._merged = 0
-        self._hits: Counter[str] = Counter()
-        self._misses: Counter[str] = Counter()
-        self._decided: Counter[str] = Counter()
 
     # ---- the life of a request -----------------------------------------------------------------
 
@@ -192,7 +211,7 @@ class BlockStore:
             below = self.config.min_partial_tokens < self.layout.block_size
             self._transfer.probe(refs, below, lambda found: self._end_probe(lookup, found))
         else:
-            self._count_hits(lookup)
+            self._reporter.count(lookup, has_disk=self._disk is not None)
         return lookup
 
     def reserve(self, lookup: Lookup, num_tokens: int, *, chunk_tokens: int | None = None) -> Lease:
@@ -205,40 +224,7 @@ class BlockStore:
         """
         self._check_open()
         assert lookup.state is LookupState.READY, "the probe has not ended"
-        size, slots = self.layout.block_size, self._matcher.walk(lookup)
-        num_cached = len(slots)
-        partial = self._matcher.partial(lookup, num_cached)
-        num_found = num_cached * size + (partial.num_tokens if partial else 0)
-        if chunk_tokens is not None:
-            num_tokens = min(num_tokens, num_found + chunk_tokens)
-        num_blocks = max(self.layout.blocks_for(num_tokens), num_cached)
-        if num_blocks == num_cached:
-            partial = None
-        on_device = [slot for slot in slots if slot != NONE and self.index.device[slot] != NONE]
-        moving = num_cached - len(on_device)
-        num_fresh, keep = num_blocks - len(on_device), set(on_device)
-        if moving:
-            self._check_promotion_share(num_fresh)
-        spared = {partial.slot} if partial else set()
-        if not self._evictor.make_device_room(num_fresh, keep | spared):
-            partial = None  # its room may be what is missing
-            if not self._evictor.make_device_room(num_fresh, keep):
-                raise self._out_of_blocks(num_fresh, kept=on_device)
-        for slot in on_device:
-            self._hold(slot)
-            self.index.hits[slot] += 1
-            self._write_if_hit_enough(slot)
-        fresh = iter(self.device.allocate(num_fresh))
-        lease = Lease(lookup, [], [], num_cached, partial)
-        self.leases.add(lease)
-        self._promoter.fill(lease, slots, fresh)
-        lease.block_ids += fresh
-        if partial:
-            self._promoter.copy_partial(lease)
-        assert lookup.decision is not None
-        self._decided[lookup.decision.reason.value] += 1
-        lease.is_probe = not lease.is_ready and lookup.decision.reason is LoadReason.PROBE
-        return lease
+        return self._leasing.reserve(lookup, num_tokens, chunk_tokens)
 
     def give_up(self, lease: Lease) -> None:
         """The request waits no longer for the blocks on their way: release its lease and reserve
@@ -263,17 +249,7 @@ class BlockStore:
         ``CapacityError`` when pins would take more than half of that tier.
         """
         self._check_open()
-        pins, pool = self._evictor.pins, self.host or self.device
-        slots = self.index.match(lookup.keys, lookup.runs)
-        num_pinned = len(pins.keys() | set(slots))
-        if num_pinned > pool.capacity // 2:
-            raise CapacityError(
-                f"pins would hold {num_pinned} of {pool.capacity} blocks; at most half of a tier "
-                f"may be pinned: raise {'host' if self.host else 'device'}_cache, or unpin"
-            )
-        for slot in slots:
-            pins[slot] = pins.get(slot, 0) + 1
-        return Pin(len(slots), lambda: self._unpin(slots))
+        return self._evictor.pin(self.index.match(lookup.keys, lookup.runs))
 
     def prefetch(self, tokens: bytes, salt: str = "") -> None:
         """Bring what is cached of a prefix to the device, before somebody asks for it.
@@ -290,12 +266,8 @@ class BlockStore:
 
     def extend(self, lease: Lease, num_tokens: int) -> None:
         """Make the lease cover ``num_tokens`` positions. Raises ``OutOfBlocksError`` unchanged."""
-        missing = self.layout.blocks_for(num_tokens) - len(lease.block_ids)
-        if missing <= 0:
-            return
-        if not self._evictor.make_device_room(missing):
-            raise self._out_of_blocks(missing)
-        lease.block_ids += self.device.allocate(missing)
+        self._check_open()
+        self._leasing.extend(lease, num_tokens)
 
     def commit(self, lease: Lease, tokens: bytes | bytearray, num_computed: int) -> None:
         """Give keys to the blocks that are full now.
@@ -304,26 +276,13 @@ class BlockStore:
         ``num_computed`` are in the lease's blocks. A block that somebody else computed meanwhile
         is merged: the lease uses the other copy, whose bytes differ at most by rounding.
         """
-        index, block_bytes = self.index, 4 * self.layout.block_size
-        keys = lease.lookup.keys
-        for i in range(len(lease.slots), num_computed // self.layout.block_size):
-            parent = index.key[lease.slots[-1]] if lease.slots else lease.lookup.seed
-            run = bytes(tokens[i * block_bytes : (i + 1) * block_bytes])
-            key = keys[i] if i < len(keys) else block_key(parent, run)
-            if not self._commit_block(lease, i, BlockRef(key, parent, run, i)):
-                break
+        self._check_open()
+        self._leasing.commit(lease, tokens, num_computed)
 
     def release(self, lease: Lease) -> None:
         """Give the blocks back: those with a key stay cached, leaf first in line for eviction."""
-        self.leases.remove(lease)
-        self._promoter.leave(lease)
-        self._give_back(lease.slots)
-        for block_id in lease.block_ids[len(lease.slots) :]:
-            self._promoter.free_private(block_id)
-        self._touch_disk(lease.slots)
-        lease.block_ids, lease.slots = [], []
-        if lease.is_probe:
-            lease.lookup.decision, lease.lookup.has_probed = None, True
+        self._check_open()
+        self._leasing.release(lease)
 
     # ---- what runs beside requests -------------------------------------------------------------
 
@@ -450,6 +409,11 @@ class BlockStore:
         return check(self)
 
     @property
+    def leases(self) -> Set[Lease]:
+        """Leases that are held now."""
+        return self._leasing.leases
+
+    @property
     def policy(self) -> VictimPolicy:
         """The order in which unused device blocks are given up."""
         return self._evictor.policy
@@ -470,46 +434,8 @@ class BlockStore:
         return self._closed
 
     def stats(self) -> StoreStats:
-        block_bytes, evicted = self.layout.block_bytes, self._evictor.evicted_blocks
-        tiers = {}
-        for name, pool in ((TierName.DEVICE, self.device), (TierName.HOST, self.host)):
-            used = pool.capacity - pool.num_free if pool else 0
-            wrong = ""
-            if name is TierName.HOST:
-                wrong = self._evictor.host_failure or self._copier.stats().reason
-            tiers[name.value] = TierStats(
-                state=("degraded" if wrong else "ok") if pool else "off",
-                reason=wrong if pool else f"{name}_cache is 0",
-                capacity_bytes=pool.capacity * block_bytes if pool else 0,
-                used_bytes=used * block_bytes,
-                used_blocks=used,
-                hits=self._hits[name],
-                evicted_blocks=evicted[name],
-                misses=self._misses[name],
-                stored_blocks=self.events.stored_blocks[name],
-                removed_blocks=self.events.removed_blocks[name],
-            )
-        tiers["disk"] = self._disk_stats()
-        return StoreStats(
-            tiers=tiers,
-            looked_up_blocks=self._looked_up,
-            promoted_blocks=dict(self._promoter.promoted_blocks),
-            demoted_blocks=self._evictor.demoted_blocks,
-            failed_loads=dict(self._promoter.failed_loads),
-            merged_blocks=self._merged,
-            dirty_blocks=len(self.index.dirty),
-            oldest_dirty_age_s=self._write_behind.oldest_age_s(),
-            written=self._write_behind.counters,
-            pending_transfers=self._transfer.num_pending,
-            load_decisions=dict(self._decided),
-            block_bytes=block_bytes,
-            promote_seconds={tier.value: h.stats() for tier, h in self._promoter.seconds.items()},
-            queue_seconds={
-                tier.value: h.stats() for tier, h in self._promoter.queue_seconds.items()
-            },
-            write_seconds=self._write_behind.seconds.stats(),
-            written_bytes_last_day=self._write_behind.bytes_last_day.total(),
-        )
+        """A frozen snapshot; reading it changes nothing."""
+        return self._reporter.stats(self._disk, self._disk_off, len(self.index.dirty))
 
     # ---- matching ------------------------------------------------------------------------------
 
@@ -520,68 +446,8 @@ class BlockStore:
             lookup.on_disk = {entry.key for entry in found.entries}
             lookup.below = found.below
         self._matcher.note_sources(lookup)
-        self._count_hits(lookup)
+        self._reporter.count(lookup, has_disk=self._disk is not None)
         lookup.state = LookupState.READY
-
-    def _count_hits(self, lookup: Lookup) -> None:
-        if not lookup.is_counted:
-            return
-        missing = len(lookup.keys)
-        self._looked_up += missing
-        tiers = {TierName.DEVICE: self.device, TierName.HOST: self.host, TierName.DISK: self._disk}
-        for tier, is_on in tiers.items():
-            num_found = lookup.sources.count(tier)
-            self._hits[tier] += num_found
-            missing -= num_found
-            if is_on:
-                self._misses[tier] += missing
-        self.events.matched(
-            lookup.keys, lookup.sources, num_tokens=lookup.num_tokens, salt=lookup.salt
-        )
-
-    def _check_promotion_share(self, num_fresh: int) -> None:
-        """Waiting requests hold at most half of the device, or one of them holds what it needs."""
-        held = {block for lease in self._promoter.leases for block in lease.block_ids}
-        if held and len(held) + num_fresh > self.device.capacity // 2:
-            raise self._out_of_blocks(num_fresh)
-
-    def _out_of_blocks(self, needed: int, kept: Sequence[int] = ()) -> OutOfBlocksError:
-        unused = sum(self.index.refcount[slot] == 0 for slot in kept)
-        return OutOfBlocksError(
-            needed_blocks=needed,
-            available_blocks=self._evictor.available_blocks - unused,
-            capacity_blocks=self.device.capacity,
-        )
-
-    # ---- holding and filling -------------------------------------------------------------------
-
-    def _hold(self, slot: int) -> None:
-        index = self.index
-        if index.refcount[slot] == 0 and slot in self._evictor.policy:
-            self._evictor.policy.take(slot)
-        index.refcount[slot] += 1
-
-    def _give_back(self, slots: Sequence[int]) -> None:
-        """End a use of each block, leaf first, so that the root is the most recently used."""
-        index, policy = self.index, self._evictor.policy
-        for slot in reversed(slots):
-            self._num_uses += 1
-            index.used_at[slot] = self._num_uses
-            index.refcount[slot] -= 1
-            index.host_lru.renew(slot)
-            if index.refcount[slot] or index.loading[slot] == LOADING:
-                continue
-            if index.loading[slot] == FAILED:
-                self._evictor.drop_device(slot)
-            else:
-                policy.add(slot)
-
-    def _unpin(self, slots: Sequence[int]) -> None:
-        pins = self._evictor.pins
-        for slot in slots:
-            pins[slot] -= 1
-            if pins[slot] == 0:
-                del pins[slot]
 
     def _advance_prefetches(self) -> None:
         going, self._prefetches = self._prefetches, []
@@ -596,67 +462,10 @@ class BlockStore:
             else:
                 self._prefetches.append((lookup, lease))
 
-    def _commit_block(self, lease: Lease, position: int, ref: BlockRef) -> bool:
-        """Give one full private block its key. False when it has to stay private for now."""
-        index, block_id = self.index, lease.block_ids[position]
-        slot = index.slots.get(ref.key, NONE)
-        if slot == NONE:
-            slot = index.add(ref, lease.lookup.salt)
-        elif index.tokens[slot] != ref.tokens or index.loading[slot] != VALID:
-            return False
-        elif index.device[slot] != NONE:
-            lease.block_ids[position] = index.device[slot]
-            self.device.free(block_id)
-            self._merged += 1
-            block_id = index.device[slot]
-        is_new = index.device[slot] == index.host[slot] == NONE
-        if index.device[slot] == NONE:
-            self.events.stored(TierName.DEVICE, slot)
-        index.device[slot] = block_id
-        self._hold(slot)
-        lease.slots.append(slot)
-        if is_new:
-            # Computed although disk holds it: not worth writing again, unless it could not be read.
-            lookup = lease.lookup
-            if ref.key in lookup.on_disk and ref.key not in lookup.given_up:
-                index.is_written[slot] = 1
-            elif self.config.write_policy != "min_hits":
-                self._become_dirty(slot)
-        return True
-
-    def _become_dirty(self, slot: int) -> None:
-        if self._writes_disk():
-            self._write_behind.add(slot)
-            self.index.touched_s[slot] = self._clock()  # writing it is what tells disk
-
-    def _write_if_hit_enough(self, slot: int) -> None:
-        is_due = self.index.hits[slot] >= self.config.min_hits and not self.index.is_written[slot]
-        if self.config.write_policy == "min_hits" and is_due:
-            self._become_dirty(slot)
-
     # ---- disk ----------------------------------------------------------------------------------
 
     def _reads_disk(self) -> bool:
         return self._disk is not None and self.config.load_policy != "never"
-
-    def _writes_disk(self) -> bool:
-        return self._disk is not None and self.config.disk_mode == "rw"
-
-    def _touch_disk(self, slots: Sequence[int]) -> None:
-        """Tell disk of a use, leaf first, of blocks it was not told of lately."""
-        if not slots or not self._writes_disk():
-            return
-        index, now = self.index, self._clock()
-        stale_before = now - self.config.touch_interval_s
-        stale = [
-            slot
-            for slot in reversed(slots)
-            if index.touched_s[slot] < stale_before and index.is_written[slot]
-        ]
-        for slot in stale:
-            index.touched_s[slot] = now
-        if stale:
-            self._transfer.touch([index.key[slot] for slot in stale])
 
     def _lose_disk(self, error: KVStoreError) -> None:
         """The disk tier broke: go on with memory alone, say so once."""
@@ -665,23 +474,8 @@ class BlockStore:
         logger.error("disk tier is off: %s", error)
         self._disk_off = str(error)
         self._disk = None
-        self._write_behind.clear()
+        self._write_behind.stop()
         self.events.cleared(TierName.DISK)
-
-    def _disk_stats(self) -> TierStats:
-        disk = self._disk.stats() if self._disk else None
-        return TierStats(
-            state=disk.state if disk else "off",
-            reason=(disk.reason or "") if disk else self._disk_off or "disk_cache is not set",
-            capacity_bytes=disk.capacity_bytes if disk else 0,
-            used_bytes=disk.used_bytes if disk else 0,
-            used_blocks=disk.blocks if disk else 0,
-            hits=self._hits["disk"],
-            evicted_blocks=disk.evictions if disk else 0,
-            misses=self._misses["disk"],
-            stored_blocks=self.events.stored_blocks["disk"],
-            removed_blocks=self.events.removed_blocks["disk"],
-        )
 
     # ---- waiting -------------------------------------------------------------------------------
 

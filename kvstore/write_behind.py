@@ -7,7 +7,7 @@ is on disk before its children.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from kvstore.block import PutOutcome, TierName
@@ -47,6 +47,7 @@ class WriteBehind:
         block_bytes: int,
         clock: Callable[[], float],
         events: EventLog,
+        is_on: bool,
         on_broken: Callable[[KVStoreError], None],
     ) -> None:
         self._index = index
@@ -58,6 +59,7 @@ class WriteBehind:
         self._block_bytes = block_bytes
         self._clock = clock
         self._events = events
+        self._is_on = is_on
         self._on_broken = on_broken
         self._urgent_before = -math.inf  # blocks dirty since then or longer are waited for
         self._filling = False  # between the high watermark and the low one
@@ -73,9 +75,28 @@ class WriteBehind:
 
     def add(self, slot: int) -> None:
         """A block that disk does not hold. Parents are added before their children."""
-        if slot not in self._index.dirty:
-            self._index.dirty_since[slot] = self._clock()
+        if self._is_on and slot not in self._index.dirty:
+            self._index.dirty_since[slot] = self._index.touched_s[slot] = self._clock()
             self._index.dirty.append(slot)
+
+    def touch(self, slots: Sequence[int]) -> None:
+        """Tell disk of a use of a sequence's blocks, leaf first, where it was not told lately.
+
+        Writing a block tells disk of it, too.
+        """
+        if not slots or not self._is_on:
+            return
+        index, now = self._index, self._clock()
+        stale_before = now - self._config.touch_interval_s
+        stale = [
+            slot
+            for slot in reversed(slots)
+            if index.touched_s[slot] < stale_before and index.is_written[slot]
+        ]
+        for slot in stale:
+            index.touched_s[slot] = now
+        if stale:
+            self._transfer.touch([index.key[slot] for slot in stale])
 
     def urge(self, slots: Iterable[int]) -> None:
         """Somebody waits for the room of these dirty blocks: write them, and older ones, now."""
@@ -85,8 +106,9 @@ class WriteBehind:
     def urge_all(self) -> None:
         self._urgent_before = math.inf
 
-    def clear(self) -> None:
+    def stop(self) -> None:
         """Forget what is dirty: there is no slower tier any more."""
+        self._is_on = False
         for slot in list(self._index.dirty):
             self._index.dirty.remove(slot)
 

@@ -1,0 +1,196 @@
+"""Leasing: device blocks for sequences, all a request needs or none, and what becomes of them.
+
+A lease's first blocks have keys and are shared; those after them are private to its sequence until
+they are full. What is given back stays cached until its room is needed.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from kvstore.block import BlockLayout, BlockRef, TierName
+from kvstore.config import StoreConfig
+from kvstore.cost import LoadReason
+from kvstore.errors import OutOfBlocksError
+from kvstore.events import EventLog
+from kvstore.eviction import Evictor
+from kvstore.hashing import block_key
+from kvstore.index import FAILED, LOADING, NONE, VALID, BlockIndex
+from kvstore.lease import Lease, Lookup
+from kvstore.matching import Matcher
+from kvstore.promotion import Promoter
+from kvstore.tiers.base import BlockPool
+from kvstore.write_behind import WriteBehind
+
+
+class Leasing:
+    """Owner thread only.
+
+    leases          that are held now
+    merged_blocks   computed twice, one copy kept
+    decisions       leases by the reason why their prefix was loaded or computed
+    """
+
+    def __init__(
+        self,
+        index: BlockIndex,
+        device: BlockPool,
+        matcher: Matcher,
+        evictor: Evictor,
+        promoter: Promoter,
+        write_behind: WriteBehind,
+        events: EventLog,
+        layout: BlockLayout,
+        config: StoreConfig,
+    ) -> None:
+        self._index = index
+        self._device = device
+        self._matcher = matcher
+        self._evictor = evictor
+        self._promoter = promoter
+        self._write_behind = write_behind
+        self._events = events
+        self._layout = layout
+        self._config = config
+        self._num_uses = 0
+        self.leases: set[Lease] = set()
+        self.merged_blocks = 0
+        self.decisions: Counter[str] = Counter()
+
+    def reserve(self, lookup: Lookup, num_tokens: int, chunk_tokens: int | None) -> Lease:
+        """See ``BlockStore.reserve``."""
+        size, slots = self._layout.block_size, self._matcher.walk(lookup)
+        num_cached = len(slots)
+        partial = self._matcher.partial(lookup, num_cached)
+        num_found = num_cached * size + (partial.num_tokens if partial else 0)
+        if chunk_tokens is not None:
+            num_tokens = min(num_tokens, num_found + chunk_tokens)
+        num_blocks = max(self._layout.blocks_for(num_tokens), num_cached)
+        if num_blocks == num_cached:
+            partial = None
+        on_device = [slot for slot in slots if slot != NONE and self._index.device[slot] != NONE]
+        moving = num_cached - len(on_device)
+        num_fresh, keep = num_blocks - len(on_device), set(on_device)
+        if moving:
+            self._check_promotion_share(num_fresh)
+        spared = {partial.slot} if partial else set()
+        if not self._evictor.make_device_room(num_fresh, keep | spared):
+            partial = None  # its room may be what is missing
+            if not self._evictor.make_device_room(num_fresh, keep):
+                raise self._out_of_blocks(num_fresh, kept=on_device)
+        for slot in on_device:
+            self._hold(slot)
+            self._index.hits[slot] += 1
+            self._write_if_hit_enough(slot)
+        fresh = iter(self._device.allocate(num_fresh))
+        lease = Lease(lookup, [], [], num_cached, partial)
+        self.leases.add(lease)
+        self._promoter.fill(lease, slots, fresh)
+        lease.block_ids += fresh
+        if partial:
+            self._promoter.copy_partial(lease)
+        assert lookup.decision is not None
+        self.decisions[lookup.decision.reason.value] += 1
+        lease.is_probe = not lease.is_ready and lookup.decision.reason is LoadReason.PROBE
+        return lease
+
+    def extend(self, lease: Lease, num_tokens: int) -> None:
+        """Make the lease cover ``num_tokens`` positions. Raises ``OutOfBlocksError`` unchanged."""
+        missing = self._layout.blocks_for(num_tokens) - len(lease.block_ids)
+        if missing <= 0:
+            return
+        if not self._evictor.make_device_room(missing):
+            raise self._out_of_blocks(missing)
+        lease.block_ids += self._device.allocate(missing)
+
+    def commit(self, lease: Lease, tokens: bytes | bytearray, num_computed: int) -> None:
+        """See ``BlockStore.commit``."""
+        index, block_bytes = self._index, 4 * self._layout.block_size
+        keys = lease.lookup.keys
+        for i in range(len(lease.slots), num_computed // self._layout.block_size):
+            parent = index.key[lease.slots[-1]] if lease.slots else lease.lookup.seed
+            run = bytes(tokens[i * block_bytes : (i + 1) * block_bytes])
+            key = keys[i] if i < len(keys) else block_key(parent, run)
+            if not self._commit_block(lease, i, BlockRef(key, parent, run, i)):
+                break
+
+    def release(self, lease: Lease) -> None:
+        """Give the blocks back: those with a key stay cached, leaf first in line for eviction."""
+        self.leases.remove(lease)
+        self._promoter.leave(lease)
+        self._give_back(lease.slots)
+        for block_id in lease.block_ids[len(lease.slots) :]:
+            self._promoter.free_private(block_id)
+        self._write_behind.touch(lease.slots)
+        lease.block_ids, lease.slots = [], []
+        if lease.is_probe:
+            lease.lookup.decision, lease.lookup.has_probed = None, True
+
+    def _hold(self, slot: int) -> None:
+        index = self._index
+        if index.refcount[slot] == 0 and slot in self._evictor.policy:
+            self._evictor.policy.take(slot)
+        index.refcount[slot] += 1
+
+    def _give_back(self, slots: Sequence[int]) -> None:
+        """End a use of each block, leaf first, so that the root is the most recently used."""
+        index, policy = self._index, self._evictor.policy
+        for slot in reversed(slots):
+            self._num_uses += 1
+            index.used_at[slot] = self._num_uses
+            index.refcount[slot] -= 1
+            index.host_lru.renew(slot)
+            if index.refcount[slot] or index.loading[slot] == LOADING:
+                continue
+            if index.loading[slot] == FAILED:
+                self._evictor.drop_device(slot)
+            else:
+                policy.add(slot)
+
+    def _commit_block(self, lease: Lease, position: int, ref: BlockRef) -> bool:
+        """Give one full private block its key. False when it has to stay private for now."""
+        index, block_id = self._index, lease.block_ids[position]
+        slot = index.slots.get(ref.key, NONE)
+        if slot == NONE:
+            slot = index.add(ref, lease.lookup.salt)
+        elif index.tokens[slot] != ref.tokens or index.loading[slot] != VALID:
+            return False
+        elif index.device[slot] != NONE:
+            lease.block_ids[position] = index.device[slot]
+            self._device.free(block_id)
+            self.merged_blocks += 1
+            block_id = index.device[slot]
+        is_new = index.device[slot] == index.host[slot] == NONE
+        if index.device[slot] == NONE:
+            self._events.stored(TierName.DEVICE, slot)
+        index.device[slot] = block_id
+        self._hold(slot)
+        lease.slots.append(slot)
+        if is_new:
+            # Computed although disk holds it: not written again, unless it could not be read.
+            lookup = lease.lookup
+            if ref.key in lookup.on_disk and ref.key not in lookup.given_up:
+                index.is_written[slot] = 1
+            elif self._config.write_policy != "min_hits":
+                self._write_behind.add(slot)
+        return True
+
+    def _write_if_hit_enough(self, slot: int) -> None:
+        is_due = (
+            self._index.hits[slot] >= self._config.min_hits and not self._index.is_written[slot]
+        )
+        if self._config.write_policy == "min_hits" and is_due:
+            self._write_behind.add(slot)
+
+    def _check_promotion_share(self, num_fresh: int) -> None:
+        """Waiting requests hold at most half of the device, or one of them holds what it needs."""
+        held = {block for lease in self._promoter.leases for block in lease.block_ids}
+        if held and len(held) + num_fresh > self._device.capacity // 2:
+            raise self._out_of_blocks(num_fresh)
+
+    def _out_of_blocks(self, needed: int, kept: Sequence[int] = ()) -> OutOfBlocksError:
+        unused = sum(self._index.refcount[slot] == 0 for slot in kept)
+        return OutOfBlocksError(
+            needed_blocks=needed,
+            available_blocks=self._evictor.available_blocks - unused,
+            capacity_blocks=self._device.capacity,
+        )
