@@ -34,6 +34,8 @@ from engine.sequence import CacheOptions
 from engine.sequence import Sequence as SampleSequence
 from kvstore.block import TierName
 from kvstore.errors import ConfigError
+from kvstore.events import Event
+from kvstore.metrics import render
 from kvstore.stats import StoreStats
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -163,6 +165,18 @@ class LLM:
     def stats(self) -> StoreStats:
         """A frozen snapshot of the cache; reading it changes nothing."""
         return self._core.call(lambda: self._core.store.stats())
+
+    def metrics_text(self) -> str:
+        """The same numbers as Prometheus text (``kvstore.metrics``)."""
+        return render(self.stats())
+
+    def subscribe(self, sink: Callable[[Sequence[Event]], None]) -> Callable[[], None]:
+        """Hand ``sink`` what happens to blocks (``kvstore.events``), in batches.
+
+        It is called on the step thread and must not wait. Returns a function that ends it.
+        """
+        unsubscribe = self._core.call(lambda: self._core.store.events.subscribe(sink))
+        return lambda: self._core.call(unsubscribe)
 
     def reset_prefix_cache(self, tier: str | None = None, *, cache_salt: str | None = None) -> int:
         """Forget this model's cached blocks of one salt, in one tier or in all of them.

@@ -241,6 +241,17 @@ def test_a_reset_of_everything_forgets_everything(make_llm, tiny_prompts, tmp_pa
     assert output.num_cached_tokens == 0
 
 
+def test_metrics_and_events_tell_what_happened(make_llm, tiny_prompts):
+    llm, events = make_llm(), []
+    unsubscribe = llm.subscribe(events.extend)
+    llm.generate([tiny_prompts[0]], GREEDY)
+    llm.stats()  # a turn of the step thread, which hands over what is pending
+    stored = [key for event in events for key in getattr(event, "block_hashes", ())]
+    assert len(stored) == llm.stats().tiers["device"].used_blocks > 0
+    unsubscribe()
+    assert 'kvstore_used_bytes{tier="device"}' in llm.metrics_text()
+
+
 def test_the_cache_is_written_while_nobody_calls(make_llm, tiny_prompts, tmp_path):
     llm = make_llm(disk_cache=tmp_path / "cache", store_config={"dirty_max_age_s": 0.05})
     llm.generate([tiny_prompts[0]], GREEDY)
