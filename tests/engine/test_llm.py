@@ -245,7 +245,7 @@ def test_metrics_and_events_tell_what_happened(make_llm, tiny_prompts):
     llm, events = make_llm(), []
     unsubscribe = llm.subscribe(events.extend)
     llm.generate([tiny_prompts[0]], GREEDY)
-    llm.stats()  # a turn of the step thread, which hands over what is pending
+    llm._core.wait_for(lambda: True)  # a turn of the step thread: it hands over what is pending
     stored = [key for event in events for key in getattr(event, "block_hashes", ())]
     assert len(stored) == llm.stats().tiers["device"].used_blocks > 0
     unsubscribe()
