@@ -12,6 +12,7 @@ import transformers
 
 from engine import SamplingParams
 from kvstore.errors import ConfigError, StoreClosedError
+from kvstore.events import BlockStored
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
 BLOCK = 2 * 2 * 16 * 2 * 16 * 4  # bytes of one block of the tiny model
@@ -246,7 +247,8 @@ def test_metrics_and_events_tell_what_happened(make_llm, tiny_prompts):
     unsubscribe = llm.subscribe(events.extend)
     llm.generate([tiny_prompts[0]], GREEDY)
     llm._core.wait_for(lambda: True)  # a turn of the step thread: it hands over what is pending
-    stored = [key for event in events for key in getattr(event, "block_hashes", ())]
+    batches = [event.block_hashes for event in events if isinstance(event, BlockStored)]
+    stored = {key for batch in batches for key in batch}
     assert len(stored) == llm.stats().tiers["device"].used_blocks > 0
     unsubscribe()
     assert 'kvstore_used_bytes{tier="device"}' in llm.metrics_text()
