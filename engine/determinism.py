@@ -17,18 +17,22 @@ import json
 import os
 import platform
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from kernels import reference
+
 # Larger chunks compute a prompt faster, smaller ones leave less to be computed again behind a
-# cached prefix. On a CPU a prompt takes 22 % longer in chunks of 128 than in chunks of 2,048, and
-# 3 % in chunks of 256; but then a question costs a third more, and questions are many. On a GPU a
-# forward of a thousand tokens hardly takes longer than one of a hundred (a guess).
-_CHUNK_TOKENS = {"cpu": 128, "cuda": 1024}
+# cached prefix. On a CPU a prompt takes 3 % longer in chunks of 256 than in chunks of 2,048; in
+# chunks of 128 it takes 22 % longer, and a question saves a quarter, which pays after 16 of them.
+# On a GPU a forward of a thousand tokens hardly takes longer than one of a hundred (a guess).
+_CHUNK_TOKENS = {"cpu": 256, "cuda": 1024}
 # More rows serve more sequences at once, and cost the one that decodes alone: on a CPU 4 rows take
 # 1.4 times as long as one, 8 twice as long. On a GPU the weights are read once for all (a guess).
 _DECODE_ROWS = {"cpu": 4, "cuda": 64}
@@ -94,11 +98,12 @@ def run_identity(shapes: FixedShapes, device: torch.device, backend: str) -> dic
     """What the bits of a block depend on beside the model: part of the model's identity.
 
     ``backend`` is the name of the attention kernels. A prefix computed with other threads, other
-    instructions, another GPU or another torch is a miss.
+    instructions, another GPU, another torch or other kernels of ours is a miss.
     """
     identity: dict[str, Any] = {
         "attention": backend,
         "chunk_tokens": shapes.chunk_tokens,
+        "kernels": _kernels(),
         "torch": str(torch.__version__),
     }
     if device.type == "cuda":
@@ -109,6 +114,16 @@ def run_identity(shapes: FixedShapes, device: torch.device, backend: str) -> dic
         "threads": shapes.num_threads,
         "variables": [os.environ.get(name, "") for name in _CPU_VARIABLES],
     }
+
+
+def _kernels() -> str:
+    """Digest of the source of our kernels and their twins, and Triton's version."""
+    digest = sha256()
+    for path in sorted(Path(reference.__file__).parent.glob("*.py")):
+        digest.update(path.name.encode() + path.read_bytes())
+    with suppress(PackageNotFoundError):
+        digest.update(version("triton").encode())
+    return digest.hexdigest()
 
 
 def _processor() -> str:

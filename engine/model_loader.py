@@ -135,6 +135,8 @@ def prepare_model(
 ) -> LoadedModel:
     """A transformers model that is in memory, made ready in place. Errors as ``load_model``."""
     network.eval().requires_grad_(False)
+    # Before the first product on a GPU: it decides how the GPU's library computes them.
+    fixed_shapes = FixedShapes.of(network.device, block_size) if deterministic else None
     config = network.config.get_text_config()
     trained_len = getattr(config, "max_position_embeddings", None)
     max_len: int = max_model_len or trained_len or _PROBED_LEN
@@ -160,7 +162,6 @@ def prepare_model(
     backend = find_backend(
         attention_backend, network.device, layout, is_deterministic=deterministic
     )
-    fixed_shapes = FixedShapes.of(network.device, block_size) if deterministic else None
     windows = tuple(layer.window for layer in layers)
     network.set_attn_implementation(PAGED)
     loaded = LoadedModel(

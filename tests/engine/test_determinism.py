@@ -12,8 +12,8 @@ from engine.model_loader import LoadedModel, prepare_model
 from engine.model_runner import ModelRunner, SequenceStep
 
 CPU = torch.device("cpu")
-CHUNK = 128
-NUM_TOKENS = 172  # one whole chunk and a part of the next
+CHUNK = 256
+NUM_TOKENS = 300  # one whole chunk and a part of the next
 TABLE = 2 * CHUNK // 16
 
 COMMON = {
@@ -178,9 +178,7 @@ def test_a_gpu_runs_operations_without_races_during_a_forward_alone():
     assert torch.utils.deterministic.fill_uninitialized_memory
 
 
-@pytest.mark.parametrize(
-    ("block_size", "chunk_tokens"), [(8, 128), (16, 128), (128, 128), (256, 256)]
-)
+@pytest.mark.parametrize(("block_size", "chunk_tokens"), [(8, 256), (16, 256), (256, 256)])
 def test_a_chunk_is_whole_blocks(block_size, chunk_tokens):
     assert FixedShapes.of(CPU, block_size).chunk_tokens == chunk_tokens
 

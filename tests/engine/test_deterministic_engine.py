@@ -8,7 +8,7 @@ import torch
 from engine import LLM, SamplingParams, core
 from kvstore.errors import ConfigError
 
-CHUNK = 128
+CHUNK = 256
 BLOCK = 2 * 2 * 16 * 2 * 16 * 4  # bytes of one block of the tiny model in float32
 DEMO_BLOCK = 30 * 2 * 16 * 3 * 64 * 2  # and of the demo model in bfloat16
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -43,15 +43,15 @@ def test_the_real_model_gives_the_same_bits_from_every_tier_and_in_every_batch(t
     settings = {
         "dtype": "bfloat16",
         "deterministic": True,
-        "max_model_len": 3 * CHUNK,
-        "device_cache": 24 * DEMO_BLOCK,  # one sequence: others push its blocks out
+        "max_model_len": 2 * CHUNK,
+        "device_cache": 32 * DEMO_BLOCK,  # one sequence: others push its blocks out
         "host_cache": 70 * DEMO_BLOCK,
         "disk_cache": tmp_path,
         "load_policy": "always",
         "skip_tokenizer_init": True,
     }
-    asked = prompt(0, 2 * CHUNK + 90, 49000)
-    others = [prompt(seed, length, 49000) for seed, length in ((1, 370), (2, 180), (3, 40))]
+    asked = prompt(0, CHUNK + 90, 49000)
+    others = [prompt(seed, length, 49000) for seed, length in ((1, 500), (2, 180), (3, 40))]
     served = []
 
     def ask(llm: LLM, *beside: list[int]) -> None:
@@ -71,7 +71,7 @@ def test_the_real_model_gives_the_same_bits_from_every_tier_and_in_every_batch(t
         ask(llm, *others)
         llm.reset_prefix_cache()
         ask(llm)
-    assert served == [{}, *({tier: 2 * CHUNK} for tier in ("device", "host", "disk", "disk")), {}]
+    assert served == [{}, *({tier: CHUNK} for tier in ("device", "host", "disk", "disk")), {}]
     assert len(logits) == 4 * GREEDY.max_tokens
 
 
@@ -98,7 +98,7 @@ def test_sequences_that_push_each_other_out_repeat_their_bits(make_deterministic
 
 
 @pytest.mark.parametrize(
-    ("length", "num_cached"), [(127, 0), (128, 0), (129, 128), (200, 128), (500, 384)]
+    ("length", "num_cached"), [(255, 0), (256, 0), (257, 256), (300, 256), (500, 256)]
 )
 def test_a_prompt_is_reused_in_whole_chunks(make_deterministic, logits, length, num_cached):
     llm = make_deterministic()
@@ -114,8 +114,8 @@ def test_what_was_decoded_is_computed_again_where_it_is_part_of_a_prompt(
 ):
     llm = make_deterministic()
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-    (first,) = llm.generate([prompt(0, 120)], params)
-    whole = prompt(0, 120) + first.outputs[0].token_ids
+    (first,) = llm.generate([prompt(0, 250)], params)
+    whole = prompt(0, 250) + first.outputs[0].token_ids
     (second,) = llm.generate([[*whole, 5]], GREEDY)
     assert second.num_cached_tokens == 0
     (third,) = llm.generate([[*whole, 6]], GREEDY)
@@ -125,14 +125,14 @@ def test_what_was_decoded_is_computed_again_where_it_is_part_of_a_prompt(
 def test_samples_of_one_prompt_share_its_chunks(make_deterministic, logits):
     llm = make_deterministic()
     params = SamplingParams(n=3, temperature=1.0, seed=1, max_tokens=8, ignore_eos=True)
-    (first,) = llm.generate([prompt(0, 200)], params)
-    (second,) = llm.generate([prompt(0, 200)], params)
+    (first,) = llm.generate([prompt(0, 300)], params)
+    (second,) = llm.generate([prompt(0, 300)], params)
     assert [each.token_ids for each in first.outputs] == [each.token_ids for each in second.outputs]
     assert second.num_cached_tokens == CHUNK
 
 
 def test_neither_mode_reuses_blocks_of_the_other(make_llm, tmp_path):
-    tokens = prompt(0, 200)
+    tokens = prompt(0, 300)
     for deterministic in (False, True, False, True):
         llm = make_llm(disk_cache=tmp_path, deterministic=deterministic)
         (output,) = llm.generate([tokens], GREEDY)
@@ -141,7 +141,7 @@ def test_neither_mode_reuses_blocks_of_the_other(make_llm, tmp_path):
 
 
 def test_a_budget_too_small_for_a_chunk_is_refused(make_deterministic):
-    with pytest.raises(ConfigError, match="max_num_batched_tokens: deterministic mode needs 192"):
-        make_deterministic(max_num_batched_tokens=190)
+    with pytest.raises(ConfigError, match="max_num_batched_tokens: deterministic mode needs 320"):
+        make_deterministic(max_num_batched_tokens=300)
     with pytest.raises(ConfigError, match=r"device_cache: .* one sequence of 500 tokens needs 32"):
         make_deterministic(device_cache=31 * BLOCK, max_model_len=500)
