@@ -141,7 +141,8 @@ def _open_disk(
             config=config.resolved_store_config(),
         )
         if config.resolved_store_config().disk_mode == "rw":
-            disk.register_namespace(namespace, loaded.identity)
+            # The name is not part of the identity, but it is what people know the model by.
+            disk.register_namespace(namespace, {"model": loaded.name, **loaded.identity})
     except TierBrokenError as error:
         logger.warning("disk tier is off: %s", error)
         return None, str(error)

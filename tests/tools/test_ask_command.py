@@ -81,6 +81,7 @@ def test_answers_are_sensible(two_runs):
 def test_the_default_cache_directory_is_below_the_users(two_runs, kvstore, home):
     summary = json.loads(kvstore("inspect", home / "cache", "--json").stdout)
     assert summary["tokens"] >= two_runs[0]["document"]["tokens"] // 16 * 16
+    assert [namespace["model"] for namespace in summary["namespaces"]] == ["demo"]
     assert kvstore("verify", home / "cache").returncode == 0
 
 
