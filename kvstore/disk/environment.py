@@ -13,7 +13,6 @@ import contextlib
 import logging
 import os
 import threading
-import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,6 +27,7 @@ from kvstore.disk.attach import Attachment, Header, boot_id
 from kvstore.disk.gate import Gate
 from kvstore.disk.schema import Head, SealError, Usage
 from kvstore.disk.structure import DATA_FILE
+from kvstore.disk.writer_lock import WriterBusyError, WriterLock
 from kvstore.errors import KVStoreError, StoreClosedError, TierBrokenError
 
 logger = logging.getLogger(__name__)
@@ -44,10 +44,6 @@ class State(Enum):
     OK = "ok"
     CHECKING = "checking"  # the file is being judged, or another process holds it alone
     OFF = "off"
-
-
-class WriterBusyError(Exception):
-    """Another writer held the lock for the whole time limit."""
 
 
 class Environment:
@@ -71,8 +67,6 @@ class Environment:
         self.is_inherited = False  # by a forked child
         self.waits_for_others = False  # another process checks or compacts
         self.reason: str | None = None
-        self.lock_wait_s = 0.0
-        self.waiting_since: float | None = None
         self.generation = 0
         self.capacity_bytes = capacity_bytes or DEFAULT_CAPACITY_BYTES
         self.page_size = os.sysconf("SC_PAGE_SIZE")
@@ -80,7 +74,7 @@ class Environment:
         self._raise_on_damage = raise_on_damage
         self._pid = os.getpid()
         self._gate = Gate()
-        self._writer = threading.Lock()
+        self.writer_lock = WriterLock()
         self._reopening = threading.Lock()
         self._lmdb: Any = None
         self._identity: tuple[int, int] | None = None
@@ -284,7 +278,7 @@ class Environment:
                 self._reopen()
 
     def recover(self) -> None:
-        """Reopen after a failure that left liblmdb unable to go on. Raises what opening raises."""
+        """Reopen after a failure that left liblmdb unable to go on. Raises ``TierBrokenError``."""
         with self._reopening:
             self._reopen()
 
@@ -296,7 +290,7 @@ class Environment:
             self._attach()
         except KVStoreError as error:
             self.turn_off(str(error))
-            raise
+            raise TierBrokenError(str(error), tier="disk") from error
 
     # --- transactions -----------------------------------------------------------------------------
 
@@ -352,7 +346,7 @@ class Environment:
 
     @contextlib.contextmanager
     def _writing(self, begin: Any, timeout_s: float) -> Iterator[Any]:
-        self._lock_writer(timeout_s)
+        self.writer_lock.acquire(self.attachment, timeout_s)
         try:
             if not self._is_marked_unsynced and self.durability == "process":
                 header = self.attachment.read_header() or Header()
@@ -365,35 +359,7 @@ class Environment:
             finally:
                 self._gate.leave()
         finally:
-            self._unlock_writer()
-
-    def _lock_writer(self, timeout_s: float) -> None:
-        if self._try_lock_writer():
-            return
-        start = self.waiting_since = time.monotonic()
-        pause = 0.0002
-        try:
-            while not self._try_lock_writer():
-                if time.monotonic() - start >= timeout_s:
-                    raise WriterBusyError("another process keeps the writer's lock")
-                time.sleep(pause)
-                pause = min(2 * pause, 0.005)
-        finally:
-            self.lock_wait_s += time.monotonic() - start
-            self.waiting_since = None
-
-    def _try_lock_writer(self) -> bool:
-        """The lock among our threads, then the one among processes."""
-        if not self._writer.acquire(blocking=False):
-            return False
-        if self.attachment.try_writer_lock():
-            return True
-        self._writer.release()
-        return False
-
-    def _unlock_writer(self) -> None:
-        self.attachment.release_writer_lock()
-        self._writer.release()
+            self.writer_lock.release()
 
     # --- size -------------------------------------------------------------------------------------
 
@@ -434,14 +400,14 @@ class Environment:
 
     def trim(self) -> None:
         """Give back what a commit that failed for lack of space wrote behind the last page."""
-        with contextlib.suppress(WriterBusyError):
-            self._lock_writer(_CREATE_WAIT_S)
+        with contextlib.suppress(WriterBusyError, OSError):
+            self.writer_lock.acquire(self.attachment, _CREATE_WAIT_S)
             try:
                 end = self.file_pages * self.page_size
                 if self.data_file.stat().st_size > end:
                     os.truncate(self.data_file, end)
             finally:
-                self._unlock_writer()
+                self.writer_lock.release()
 
     def sync(self) -> None:
         """fsync the file."""

@@ -127,9 +127,11 @@ class Space:
         namespace: bytes,
         salt: bytes | None,
     ) -> set[bytes]:
+        refused = {block.key for block in blocks if block.nbytes + _RECORD_BYTES > quota}
+        blocks = [block for block in blocks if block.key not in refused]
         incoming = sum(block.nbytes + _RECORD_BYTES for block in blocks)
         if held + incoming <= quota:
-            return set()
+            return refused
         # Down to the low mark at once: each pass walks past what other namespaces used before.
         target = int(quota * self._low / self._high) - incoming
         pages = -(-max(held - target, 0) // self._env.page_size)
@@ -139,7 +141,6 @@ class Space:
             if salt is None
             else ledger.usage(namespace, salt).num_bytes
         )
-        refused = set()
         for block in blocks:
             left += block.nbytes + _RECORD_BYTES
             if left > quota:

@@ -20,11 +20,13 @@ import lmdb
 from kvstore.block import BlockRef, BlockWrite, PutOutcome
 from kvstore.config import DiskConfig
 from kvstore.disk import places, registry, schema
+from kvstore.disk.changes import Changes
 from kvstore.disk.codec import get_codec
 from kvstore.disk.environment import Environment, State
 from kvstore.disk.ledger import Prepared
 from kvstore.disk.reader import Reader
 from kvstore.disk.schema import DiskEntry, Head, Record, SealError
+from kvstore.disk.space import Space
 from kvstore.disk.writer import Writer
 from kvstore.errors import KVStoreError, StoreClosedError, TierBrokenError
 
@@ -65,15 +67,9 @@ class DiskStore:
         self._is_closed = False
         self._last_head = Head(0, env.capacity_bytes, 0, 0, schema.Usage())
         self._reader = Reader(env)
-        self._writer = Writer(
-            env,
-            config,
-            capacity_bytes,
-            clock=clock,
-            monotonic=monotonic,
-            lock_timeout_s=lock_timeout_s,
-            suspects=self._reader.suspects,
-        )
+        space = Space(env, config, monotonic)
+        self._changes = Changes(env, space, self._reader.suspects, lock_timeout_s)
+        self._writer = Writer(env, self._changes, config, capacity_bytes, clock)
 
     @classmethod
     def open(
@@ -160,8 +156,8 @@ class DiskStore:
                 self._last_head = head
             except (SealError, TierBrokenError, lmdb.Error):
                 head = self._last_head
-        waiting = env.waiting_since
-        wait_s = env.lock_wait_s + (time.monotonic() - waiting if waiting is not None else 0.0)
+        since = env.writer_lock.waiting_since
+        waiting_s = time.monotonic() - since if since is not None else 0.0
         state, reason = self._state()
         return DiskStats(
             blocks=head.total.num_blocks,
@@ -171,8 +167,8 @@ class DiskStore:
             capacity_bytes=head.capacity_bytes,
             bad_blocks=head.total.num_bad,
             corrupt=self._reader.corrupt,
-            evictions=self._writer.num_evicted,
-            lock_wait_s=wait_s,
+            evictions=self._changes.num_evicted,
+            lock_wait_s=env.writer_lock.wait_s + waiting_s,
             state=state,
             reason=reason,
         )
@@ -239,7 +235,7 @@ class DiskStore:
     def take_removed(self) -> list[tuple[bytes, bytes, bytes]]:
         """(namespace, salt, key) of blocks this store has evicted, removed or marked bad since the
         last call. Begins to collect them with the first."""
-        removed, self._writer.removed = self._writer.removed, []
+        removed, self._changes.removed = self._changes.removed, []
         return removed or []
 
     def repair(self, bad: Sequence[tuple[BlockRef, Record]], *, rebuild: bool) -> bool:
@@ -284,9 +280,9 @@ class DiskStore:
             return env.state.value, env.reason
         if env.is_read_only or self._config.disk_mode == "ro":
             return "read_only", "opened with disk_mode='ro'"
-        if self._writer.is_locked_out():
+        if self._changes.is_locked_out():
             return "read_only", "another process keeps the writer's lock"
-        return State.OK.value, self._writer.space.reason
+        return State.OK.value, self._changes.space.reason
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -1,15 +1,10 @@
 """What changes the cache, in one writer thread: groups, touches, removals, and tidying up.
 
-Decides what happens when a transaction cannot be had or fails: another writer, a full map, a full
-volume, a damaged value. Does not know how a block is read.
+Does not know how a block is read, nor what becomes of a transaction that fails.
 """
 
-import contextlib
-import errno
-import logging
-import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import lmdb
@@ -18,21 +13,18 @@ import msgpack
 from kvstore.block import ITEMSIZE, BlockRef, BlockWrite, PutOutcome
 from kvstore.config import DiskConfig
 from kvstore.disk import schema
+from kvstore.disk.changes import LOCKED_OUT_WAIT_S, Changes
 from kvstore.disk.codec import RAW, get_codec
-from kvstore.disk.environment import Environment, WriterBusyError
+from kvstore.disk.environment import Environment, State
 from kvstore.disk.ledger import Ledger, Prepared
-from kvstore.disk.reader import DAMAGE, Suspect
-from kvstore.disk.repair import rebuild
+from kvstore.disk.reader import Suspect
 from kvstore.disk.schema import Record, SealError
-from kvstore.disk.space import Room, Space
-from kvstore.errors import KVStoreError, TierBrokenError
+from kvstore.disk.space import Room
+from kvstore.disk.writer_lock import WriterBusyError
+from kvstore.errors import TierBrokenError
 
-logger = logging.getLogger(__name__)
-
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ROUNDS = 6  # transactions, most of which only evict, before a batch is given up
 _SURVEYS = 3  # of a group, when other processes evict what was there at the last
-_LOCKED_OUT_WAIT_S = 0.2
 _WORTH = 0.95  # a codec must save more than this leaves
 _REMOVE_SLICE = 1000  # keys a transaction
 
@@ -42,43 +34,26 @@ class _NoRoomError(Exception):
 
 
 class Writer:
-    """All methods belong to one thread; readers add to ``suspects`` from any."""
+    """All methods belong to one thread."""
 
     def __init__(
         self,
         env: Environment,
+        changes: Changes,
         config: DiskConfig,
         capacity_bytes: int | None,
-        *,
         clock: Callable[[], float],
-        monotonic: Callable[[], float],
-        lock_timeout_s: float,
-        suspects: dict[bytes, Suspect],
     ) -> None:
-        self.space = Space(env, config, monotonic)
-        self.suspects = suspects
-        self.num_evicted = 0
-        self.removed: list[tuple[bytes, bytes, bytes]] | None = None  # None: nobody takes them
         self._env = env
+        self._changes = changes
+        self._space = changes.space
         self._clock = clock
         self._codec = get_codec(config.codec)
         self._touch_interval_s = config.touch_interval_s
         self._group_bytes = config.group_commit_bytes
-        self._lock_timeout_s = lock_timeout_s
         self._capacity_bytes = capacity_bytes  # to be written; None once it was
         self._identities: dict[bytes, bytes] = {}  # to be written
         self._itemsizes: dict[bytes, int] = {}
-        self._is_locked_out = False
-        self._has_warned_of_reader = False
-
-    # --- public -----------------------------------------------------------------------------------
-
-    def is_locked_out(self) -> bool:
-        """Another writer has kept the lock for longer than the limit."""
-        since = self._env.waiting_since
-        return self._is_locked_out or (
-            since is not None and time.monotonic() - since > self._lock_timeout_s
-        )
 
     def register_namespace(self, namespace: bytes, identity: Mapping[str, Any]) -> None:
         """To be written by the next ``tidy``."""
@@ -89,6 +64,8 @@ class Writer:
         self, writes: Sequence[BlockWrite], *, count_tokens: bool = True
     ) -> list[PutOutcome]:
         self._env.follow_file()
+        if self._env.state is not State.OK:  # it led to one that must be checked first
+            return [PutOutcome.FULL] * len(writes)
         self.tidy()
         outcomes: dict[bytes, PutOutcome] = {}
         for _ in range(_SURVEYS):
@@ -102,20 +79,32 @@ class Writer:
 
     def tidy(self, *, wait_s: float | None = None) -> None:
         """Write what waits: names of namespaces, a new capacity, bad blocks. Never raises."""
-        if not (self.suspects or self._identities or self._capacity_bytes is not None):
+        waiting = self._changes.suspects
+        if not (waiting or self._identities or self._capacity_bytes is not None):
             return
-        suspects = self.suspects.copy()
-        if self._attempt(lambda ledger: self._tidy(ledger, suspects.values()), wait_s):
-            self._identities.clear()
+        suspects, identities = waiting.copy(), self._identities.copy()
+        capacity_bytes = self._capacity_bytes
+
+        def write_all(ledger: Ledger) -> int:
+            for namespace, body in identities.items():
+                ledger.name_namespace(namespace, body)
+            if capacity_bytes is not None:
+                ledger.set_capacity(capacity_bytes)
+            _mark_bad(ledger, suspects.values())
+            return 1
+
+        if self._changes.attempt(write_all, wait_s):
             self._capacity_bytes = None
+            for namespace in identities:
+                del self._identities[namespace]
             for key in suspects:
-                del self.suspects[key]
+                del waiting[key]
 
     def touch(self, keys: Sequence[bytes]) -> None:
         now = self._clock()
         due = self._due(keys, now)
         if due:
-            self._attempt(lambda ledger: _touch(ledger, due, now), _LOCKED_OUT_WAIT_S)
+            self._changes.attempt(lambda ledger: _touch(ledger, due, now), LOCKED_OUT_WAIT_S)
 
     def remove(self, keys: Sequence[bytes]) -> int:
         slices = range(0, len(keys), _REMOVE_SLICE)
@@ -141,8 +130,14 @@ class Writer:
                 for child in cursor.iternext_dup()
             ]
 
+    def repair(self, bad: Sequence[tuple[BlockRef, Record]], *, rebuild: bool) -> bool:
+        self._changes.suspects |= {ref.key: (ref, record) for ref, record in bad}
+        is_rebuilt = not rebuild or self._changes.rebuild()
+        self.tidy()
+        return is_rebuilt and not self._changes.suspects
+
     def _remove(self, keys: Sequence[bytes]) -> int:
-        return self._attempt(lambda ledger: _remove(ledger, keys))
+        return self._changes.attempt(lambda ledger: _remove(ledger, keys))
 
     # --- putting ----------------------------------------------------------------------------------
 
@@ -153,7 +148,7 @@ class Writer:
         outcomes: dict[bytes, PutOutcome] = {}
         spared = {*spare, *(block.key for block in blocks), *(block.parent for block in blocks)}
         if blocks:
-            self.space.check_volume(sum(block.nbytes for block in blocks))
+            self._space.check_volume(sum(block.nbytes for block in blocks))
         batches = deque(_split(blocks, self._group_bytes))
         while batches:
             batch = _without_lost(batches.popleft(), outcomes)
@@ -223,35 +218,35 @@ class Writer:
         need = 0
         for _ in range(_ROUNDS):
             try:
-                with self._ledger() as ledger:
-                    need = self.space.needed_pages(ledger, batch)
-                    room = self.space.make_room(ledger, batch, spared)
+                with self._changes.ledger() as ledger:
+                    need = self._space.needed_pages(ledger, batch)
+                    room = self._space.make_room(ledger, batch, spared)
                     if room is Room.NONE:
                         raise _NoRoomError  # noqa: TRY301
                     outcomes = (
                         self._put_blocks(ledger, batch, spared) if room is Room.ENOUGH else None
                     )
                 if outcomes is not None:
-                    self.space.stored()
+                    self._space.stored()
                     return outcomes
             except _NoRoomError:
                 return None
             except WriterBusyError:
                 return [PutOutcome.FULL] * len(batch)
             except SealError:
-                self._rebuild()
+                self._changes.rebuild()
             except lmdb.MapFullError:
-                if not self._relieve(need, spared):
+                if not self._changes.relieve(need, spared):
                     return None
             except lmdb.Error as error:
-                if not self._survive(error):
+                if not self._changes.survive(error):
                     raise TierBrokenError(f"{self._env.directory}: {error}", tier="disk") from error
         return None
 
     def _put_blocks(
         self, ledger: Ledger, batch: list[Prepared], spared: Collection[bytes]
     ) -> list[PutOutcome]:
-        refused = self.space.over_quota(ledger, batch, spared)
+        refused = self._space.over_quota(ledger, batch, spared)
         now = self._clock()
         # The end of a chain gets the lowest order: it is the first that may go.
         newest = ledger.next_orders(len(batch)) + len(batch) - 1
@@ -263,109 +258,6 @@ class Writer:
             else:
                 outcomes.append(ledger.put(block, newest - i, now))
         return outcomes
-
-    # --- transactions and their failures ----------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _ledger(self, wait_s: float | None = None) -> Iterator[Ledger]:
-        """A ledger in a write transaction, finished and committed at the end of the block."""
-        if wait_s is None:
-            wait_s = _LOCKED_OUT_WAIT_S if self._is_locked_out else self._lock_timeout_s
-        while True:
-            try:
-                with self._env.write(wait_s) as txn:
-                    self._is_locked_out = False
-                    ledger = Ledger(self._env, txn)
-                    if ledger.head.generation == self._env.generation:
-                        yield ledger
-                        ledger.finish()
-                        self.space.ends(ledger)
-                        break
-            except WriterBusyError:
-                self._is_locked_out = self._is_locked_out or wait_s >= self._lock_timeout_s
-                raise
-            self._env.adopt(ledger.head)
-            self.space.adopt()
-        self.num_evicted += ledger.num_evicted
-        if self.removed is not None:
-            self.removed += ledger.removed
-
-    def _attempt(self, change: Callable[[Ledger], int], wait_s: float | None = None) -> int:
-        """Make one change in a transaction; its result, or 0 when it cannot be made now."""
-        for _ in range(2):
-            try:
-                with self._ledger(wait_s) as ledger:
-                    return change(ledger)
-            except SealError:
-                self._rebuild()
-            except (WriterBusyError, lmdb.MapFullError, TierBrokenError):
-                return 0
-            except lmdb.Error as error:
-                if not self._survive(error):
-                    return 0
-        return 0
-
-    def _relieve(self, need: int, spared: Collection[bytes]) -> bool:
-        """After a full map that the accounts did not foresee: whether trying again may help."""
-        if self._env.free_stale_readers():
-            return True
-        is_better = self._attempt(lambda ledger: self.space.relieve(ledger, need, spared))
-        if not is_better and not self._has_warned_of_reader:
-            self._has_warned_of_reader = True
-            path = self._env.directory
-            logger.warning("disk map full, freed pages cannot be reused yet path=%s", path)
-        return bool(is_better)
-
-    def _survive(self, error: lmdb.Error) -> bool:
-        """After a failed transaction: put things right where that is possible; whether to go on."""
-        code = getattr(error, "code", 0)
-        # liblmdb says EIO for a write that ended early, as the last one on a full volume does; when
-        # it comes again on pages the file already has, it means what it says.
-        is_short = code == errno.EIO and self.space.reason is None
-        if is_short or code in _NO_SPACE or isinstance(error, lmdb.DiskError):
-            self._env.trim()
-            self.space.stop_growing(f"the volume is full: {error}")
-            return True
-        if isinstance(error, lmdb.PanicError):  # an earlier commit failed half-way
-            with contextlib.suppress(KVStoreError):
-                self._env.recover()
-                return True
-        elif isinstance(error, DAMAGE):
-            self._env.report_damage(error)
-        else:
-            self._env.turn_off(str(error))
-        return False
-
-    # --- tidying up -------------------------------------------------------------------------------
-
-    def _tidy(self, ledger: Ledger, suspects: Iterable[Suspect]) -> int:
-        for namespace, body in self._identities.items():
-            ledger.name_namespace(namespace, body)
-        if self._capacity_bytes is not None:
-            ledger.set_capacity(self._capacity_bytes)
-        for ref, seen in suspects:
-            record = ledger.record(ref.key)  # raises for an unreadable one: rebuild
-            # Another process may have removed it, or written it anew, since the reader met it.
-            if record is not None and seen is not None and record.created == seen.created:
-                ledger.discard(ref.key, record)
-        return 1
-
-    def repair(self, bad: Sequence[tuple[BlockRef, Record]], *, rebuild: bool) -> bool:
-        """Mark blocks bad and, if asked to, rebuild; False when the lock or room is missing."""
-        self.suspects |= {ref.key: (ref, record) for ref, record in bad}
-        is_rebuilt = not rebuild or self._rebuild()
-        self.tidy()
-        return is_rebuilt and not self.suspects
-
-    def _rebuild(self) -> bool:
-        hints = [ref for ref, record in self.suspects.copy().values() if record is None]
-        try:
-            with self._env.write(self._lock_timeout_s) as txn:
-                rebuilt = rebuild(self._env, txn, hints)
-        except (WriterBusyError, lmdb.MapFullError):
-            return False
-        logger.warning("rebuilt the index path=%s result=%s", self._env.directory, rebuilt)
-        return True
 
     # --- recency ----------------------------------------------------------------------------------
 
@@ -422,6 +314,14 @@ def _without_lost(batch: list[Prepared], outcomes: dict[bytes, PutOutcome]) -> l
         else:
             kept.append(block)
     return kept
+
+
+def _mark_bad(ledger: Ledger, suspects: Iterable[Suspect]) -> None:
+    for ref, seen in suspects:
+        record = ledger.record(ref.key)  # raises for an unreadable one: rebuild
+        # Another process may have removed it, or written it anew, since the reader met it.
+        if record is not None and seen is not None and record.created == seen.created:
+            ledger.discard(ref.key, record)
 
 
 def _touch(ledger: Ledger, keys: Sequence[bytes], now: float) -> int:

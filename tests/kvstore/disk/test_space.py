@@ -72,7 +72,7 @@ def test_retries_to_grow_are_doubled_up_to_ten_minutes(directory: Path, blocks: 
     now = FakeClock()
     pauses = []
     with DiskStore.open(directory, capacity_bytes=64 << 20, config=small(), monotonic=now) as store:
-        space = store._writer.space
+        space = store._changes.space
         with file_size_limit(2 << 20):
             last = None
             for start in range(250):
@@ -179,7 +179,7 @@ def test_long_reader_makes_the_map_full_but_never_empties_the_cache(
             child.hear()
             outcomes = put_chains(store, blocks, range(40, 100))
             assert FULL in outcomes
-            limit = store._writer.space.limit_pages()
+            limit = store._changes.space.limit_pages()
             assert store.stats().used_bytes > 0.6 * limit * 4096
             child.say()
             child.end()
