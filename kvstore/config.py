@@ -40,7 +40,10 @@ def parse_size(value: int | str, name: str = "size") -> int:
 def cache_home() -> Path:
     """Where models and default caches live: ``KVSTORE_HOME``, else the user's cache directory."""
     home = os.environ.get("KVSTORE_HOME")
-    return Path(home).expanduser() if home else platformdirs.user_cache_path("kvstore")
+    path = Path(os.path.expanduser(home)) if home else platformdirs.user_cache_path("kvstore")
+    if path.parts[0] == "~":  # a user without HOME and without an entry in the password database
+        raise ConfigError("there is no home directory; set KVSTORE_HOME to where files may be kept")
+    return path
 
 
 def _check_choice(config: Any, name: str, choices: tuple[str, ...]) -> None:

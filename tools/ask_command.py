@@ -56,7 +56,9 @@ def _ask(file: str, questions: tuple[str, ...], as_json: bool, **parameters: Any
 def _engine_settings(parameters: dict[str, Any]) -> dict[str, Any]:
     """Keywords for ``LLM``, checked before anything slow begins."""
     given = given_values(parameters, EngineConfig)
-    settings: dict[str, Any] = {"model": "demo", "disk_cache": cache_home() / "cache"} | given
+    settings: dict[str, Any] = {"model": "demo"} | given
+    if "disk_cache" not in given:
+        settings["disk_cache"] = cache_home() / "cache"
     if "store_config" in given:
         settings["store_config"] = parse_assignments(given["store_config"], "--store-config")
     EngineConfig.of(**settings)

@@ -1,8 +1,9 @@
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
-from kvstore.config import DiskConfig, StoreConfig, parse_size
+from kvstore.config import DiskConfig, StoreConfig, cache_home, parse_size
 from kvstore.errors import ConfigError
 
 
@@ -63,3 +64,21 @@ def test_a_store_config_serves_where_a_disk_config_is_wanted():
         field.name for field in fields(StoreConfig)
     }
     assert isinstance(StoreConfig(), DiskConfig)
+
+
+def test_the_cache_home_is_what_the_environment_says(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("KVSTORE_HOME", raising=False)
+    assert cache_home() == Path("/home/me/.cache/kvstore")
+    monkeypatch.setenv("KVSTORE_HOME", "~/my models")
+    assert cache_home() == Path("/home/me/my models")
+
+
+def test_without_a_home_directory_the_error_says_what_to_set(monkeypatch):
+    """A directory named "~" was made where the process happened to be."""
+    monkeypatch.delenv("KVSTORE_HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "~")
+    with pytest.raises(ConfigError, match="set KVSTORE_HOME"):
+        cache_home()
