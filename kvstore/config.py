@@ -40,10 +40,12 @@ def parse_size(value: int | str, name: str = "size") -> int:
 def cache_home() -> Path:
     """Where models and default caches live: ``KVSTORE_HOME``, else the user's cache directory."""
     home = os.environ.get("KVSTORE_HOME")
-    path = Path(os.path.expanduser(home)) if home else platformdirs.user_cache_path("kvstore")
-    if path.parts[0] == "~":  # a user without HOME and without an entry in the password database
-        raise ConfigError("there is no home directory; set KVSTORE_HOME to where files may be kept")
-    return path
+    try:
+        return Path(home).expanduser() if home else platformdirs.user_cache_path("kvstore")
+    except RuntimeError:
+        raise ConfigError(
+            "there is no home directory to keep files in; set KVSTORE_HOME to a directory"
+        ) from None
 
 
 def _check_choice(config: Any, name: str, choices: tuple[str, ...]) -> None:
