@@ -55,16 +55,12 @@ SAMPLING = {"temperature": 0.0, "max_tokens": 40}
 
 
 def answer_cold(_: Path) -> list[dict[str, Any]]:
-    from engine import LLM
-
-    with LLM("demo", enable_prefix_caching=False) as llm:
+    with _engine(enable_prefix_caching=False) as llm:
         return _ask(llm, IN_ORDER)
 
 
 def answer_from_memory(_: Path) -> list[dict[str, Any]]:
-    from engine import LLM
-
-    with LLM("demo", load_policy="always", **SMALL_CACHE) as llm:
+    with _engine(load_policy="always", **SMALL_CACHE) as llm:
         rows = []
         for name in QUESTIONS:
             llm.document(EXAMPLES / name)
@@ -73,18 +69,14 @@ def answer_from_memory(_: Path) -> list[dict[str, Any]]:
 
 
 def read_documents(cache_dir: Path) -> list[dict[str, Any]]:
-    from engine import LLM
-
-    with LLM("demo", disk_cache=cache_dir) as llm:
+    with _engine(disk_cache=cache_dir) as llm:
         for name in QUESTIONS:
             llm.document(EXAMPLES / name)
     return []
 
 
 def answer_from_disk(cache_dir: Path) -> list[dict[str, Any]]:
-    from engine import LLM
-
-    with LLM("demo", disk_cache=cache_dir, load_policy="always") as llm:
+    with _engine(disk_cache=cache_dir, load_policy="always") as llm:
         rows = []
         for asked in IN_ORDER:
             rows += _ask(llm, [asked])
@@ -98,6 +90,12 @@ STEPS: dict[str, tuple[str, Callable[[Path], list[dict[str, Any]]]]] = {
     "read": ("reading both documents into an empty cache directory", read_documents),
     "disk": ("answering in a new process", answer_from_disk),
 }
+
+
+def _engine(**settings: Any) -> Any:
+    from engine import LLM  # only in the steps: it takes seconds, and the parent needs no model
+
+    return LLM("demo", **settings)
 
 
 def _ask(llm: Any, asked: list[tuple[str, str]]) -> list[dict[str, Any]]:
@@ -134,9 +132,7 @@ def run_in_new_process(step: str, cache_dir: Path) -> list[dict[str, Any]]:
 
 
 def print_tables(rows: list[dict[str, Any]]) -> None:
-    cold = {(r["document"], r["question"]): r for r in rows if r["served_from"] == "cold"}
-    for document, question in IN_ORDER:
-        reference = cold[document, question]
+    for (document, question), reference in zip(IN_ORDER, rows, strict=False):
         print(f"{document}: {question}\n  {reference['text']}\n")
         print("  served from  prompt  cached                  first token   speed-up  same answer")
         for row in rows:
@@ -170,6 +166,10 @@ def _table_line(row: dict[str, Any], reference: dict[str, Any]) -> str:
 
 
 def run_demo() -> int:
+    json_path = os.environ.get("DEMO_JSON")
+    if json_path and not Path(json_path).absolute().parent.is_dir():
+        print(f"demo: DEMO_JSON={json_path}: its directory does not exist", file=sys.stderr)
+        return 2
     home = cache_home()
     home.mkdir(parents=True, exist_ok=True)
     lock = (home / "demo.lock").open("w")
@@ -184,11 +184,11 @@ def run_demo() -> int:
     for number, (step, (doing, _)) in enumerate(STEPS.items(), 1):
         print(f"[{number}/{len(STEPS)}] {doing}", file=sys.stderr, flush=True)
         rows += run_in_new_process(step, cache_dir)
-    uncached = {(r["document"], r["question"]): r["text"] for r in rows[: len(IN_ORDER)]}
+    uncached = {key: row["text"] for key, row in zip(IN_ORDER, rows, strict=False)}
     for row in rows:
         row["equal_uncached"] = row["text"] == uncached[row["document"], row["question"]]
-    if path := os.environ.get("DEMO_JSON"):
-        Path(path).write_text(json.dumps(rows, indent=2) + "\n")
+    if json_path:
+        Path(json_path).write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     print_tables(rows)
     command = Path(sys.executable).with_name("kvstore")
     shown = os.path.relpath(command) if command.is_relative_to(Path.cwd()) else str(command)
