@@ -5,12 +5,8 @@ once. Whatever is not what was asked for, or not what was stored, is counted by 
 the writer, who marks it bad. Changes nothing itself.
 """
 
-import contextlib
-import ctypes
 import logging
-import mmap
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,11 +33,6 @@ DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.CursorFullError, lmd
 
 Suspect = tuple[BlockRef, Record | None]  # None: the record itself could not be read
 
-_COLD_BYTES_PER_S = 2e9  # slower than that, payloads come from the device, not from the page cache
-_MADVISE = getattr(ctypes.CDLL(None), "madvise", None)
-if _MADVISE is not None:
-    _MADVISE.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-
 
 class Reader:
     """Thread-safe. ``suspects`` are bad blocks, by key, for the writer to take."""
@@ -51,7 +42,6 @@ class Reader:
         self.suspects: dict[bytes, Suspect] = {}
         self._corrupt: dict[str, int] = {}
         self._counts = threading.Lock()
-        self._is_cold = False
 
     @property
     def corrupt(self) -> dict[str, int]:
@@ -135,10 +125,7 @@ class Reader:
             txn = self._begin()
         except TierBrokenError as error:
             return [BlockMissingError(str(error)) for _ in reads]
-        started = time.perf_counter()
         try:
-            if self._is_cold:
-                self._read_ahead(txn, [ref for ref, _ in reads])
             for i, (ref, dst) in enumerate(reads):
                 try:
                     found = self._copy(txn, ref, dst)
@@ -149,8 +136,6 @@ class Reader:
                         coded.append((i, *found))
         finally:
             self._env.end_read(txn)
-        num_bytes = sum(len(dst) for _, dst in reads)
-        self._is_cold = num_bytes < _COLD_BYTES_PER_S * (time.perf_counter() - started)
         for i, record, stored in coded:
             try:
                 self._decode(reads[i][0], record, stored, reads[i][1])
@@ -196,21 +181,6 @@ class Reader:
             codec.decode_into(memoryview(stored), dst)
         except (ConfigError, ValueError) as error:
             raise self._suspect(ref, record, "codec") from error
-
-    def _read_ahead(self, txn: Any, refs: Sequence[BlockRef]) -> None:
-        """Let the kernel fetch whole payloads at once, instead of a window at each page fault.
-
-        Only when reads are slow: on cached pages the calls cost as much as a third of the copy.
-        """
-        if _MADVISE is None:
-            return
-        with contextlib.suppress(lmdb.Error):  # whoever copies the block finds out
-            for ref in refs:
-                view = txn.get(ref.key, db=self._env.payload)
-                if view is not None and len(view):
-                    address = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
-                    start = address & -mmap.PAGESIZE
-                    _MADVISE(start, address - start + len(view), mmap.MADV_WILLNEED)
 
     # --- inside -----------------------------------------------------------------------------------
 

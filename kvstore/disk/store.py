@@ -134,8 +134,7 @@ class DiskStore:
     def read_many(self, reads: Sequence[tuple[BlockRef, memoryview]]) -> list[KVStoreError | None]:
         """Several blocks in one transaction; for each None, or what ``read_into`` would raise.
 
-        Give a few megabytes at a time. When they come from the device and not from the page cache,
-        the kernel is asked for all of them before the first is copied.
+        Give a few megabytes at a time: the transaction is open until the last is copied.
         """
         self._check_open()
         return self._reader.read_many(reads)

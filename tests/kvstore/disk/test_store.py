@@ -137,20 +137,18 @@ def test_many_blocks_are_read_at_once_and_each_has_its_own_outcome(
     store.remove([refs[2].key])
     buffers = [bytearray(20_000) for _ in refs]
     buffers[4] = bytearray(7)
-    for is_cold in (False, True):
-        store._reader._is_cold = is_cold
-        outcomes = store.read_many(
-            [(ref, memoryview(buffer)) for ref, buffer in zip(refs, buffers, strict=True)]
-        )
-        assert [type(outcome) for outcome in outcomes] == [
-            type(None),
-            type(None),
-            BlockMissingError,
-            type(None),
-            CorruptBlockError,
-            type(None),
-        ]
-        assert all(buffers[i] == blocks.payload(refs[i]) for i in (0, 1, 3, 5))
+    outcomes = store.read_many(
+        [(ref, memoryview(buffer)) for ref, buffer in zip(refs, buffers, strict=True)]
+    )
+    assert [type(outcome) for outcome in outcomes] == [
+        type(None),
+        type(None),
+        BlockMissingError,
+        type(None),
+        CorruptBlockError,
+        type(None),
+    ]
+    assert all(buffers[i] == blocks.payload(refs[i]) for i in (0, 1, 3, 5))
 
 
 def test_removed_inner_block_is_a_hole_until_it_is_put_again(
