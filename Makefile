@@ -1,5 +1,6 @@
 # make demo        answers questions about two documents, cold and from every tier
 # make test        the tests that a CPU can run, each layer in a process of its own
+# make soak-store  200,000 random operations on the block store
 # make soak-disk   the disk tier killed, damaged and shared for half an hour
 # make lint        ruff, formatting, types
 # make clean       removes .venv and what the tools left behind
@@ -18,7 +19,7 @@ export GOMP_SPINCOUNT ?= 0
 # or a checkout that was moved makes the install unfinished again.
 $(shell [ -x $(PY) ] && [ "$$(cat $(STAMP) 2>/dev/null)" = "$$(pwd -P)" ] || rm -f $(STAMP))
 
-.PHONY: help install demo test test-kvstore test-kernels test-engine test-tools soak-disk lint clean
+.PHONY: help install demo test test-kvstore test-kernels test-engine test-tools soak-store soak-disk lint clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -59,6 +60,10 @@ test-engine: install
 
 test-tools: install
 	$(PY) -m pytest tests/tools tests/test_repository.py
+
+# 200,000 random operations on the store, every invariant checked after each.
+soak-store: install
+	KVSTORE_STATEFUL_STEPS=200000 $(PY) -m pytest -o faulthandler_timeout=0 tests/kvstore/test_store_stateful.py
 
 soak-disk: install
 	$(PY) -m pytest -m soak -o faulthandler_timeout=0 tests/kvstore/disk
