@@ -173,9 +173,7 @@ def bench_model(dtype: torch.dtype, runs: int) -> list[dict[str, Any]]:
 
     def theirs(first: int, last: int, cache: Any) -> Tensor:
         model.set_attn_implementation("sdpa")
-        return model(
-            tokens[:, first:last], cache=cache, use_cache=True, logits_to_keep=1
-        ).logits
+        return model(tokens[:, first:last], cache=cache, use_cache=True, logits_to_keep=1).logits
 
     def chunked() -> Tensor:
         ours(0, 2048)
