@@ -1,0 +1,123 @@
+"""Any sequence of puts, removals, uses and restarts leaves what a dictionary would hold."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from disk_case import Blocks, FakeClock, problems_on_disk, small
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvstore.block import BlockRef, PutOutcome
+from kvstore.disk import DiskStore
+
+
+class DiskMachine(RuleBasedStateMachine):
+    """A tree of 40 blocks, in a cache with room for all of them.
+
+    good     blocks that are there
+    records  those and the bad ones, whose record is kept for what is below them
+    """
+
+    @initialize()
+    def begin(self) -> None:
+        self.blocks = Blocks(payload_bytes=100)
+        trunk = self.blocks.chain(10, start=1)
+        self.tree = trunk + [
+            ref
+            for start, at in enumerate((0, 2, 2, 5, 8, 9), 2)
+            for ref in self.blocks.below(trunk[at], 5, start)
+        ]
+        self.directory = Path(tempfile.mkdtemp())
+        self.clock = FakeClock()
+        self.good: set[bytes] = set()
+        self.records: set[bytes] = set()
+        self.open()
+
+    def open(self) -> None:
+        self.store = DiskStore.open(
+            self.directory / "cache", capacity_bytes=8 << 20, config=small(), clock=self.clock
+        )
+
+    def expected_put(self, ref: BlockRef) -> PutOutcome:
+        if ref.key in self.good:
+            return PutOutcome.PRESENT
+        if ref.depth > 0 and ref.parent not in self.records:
+            return PutOutcome.ORPHAN
+        self.good.add(ref.key)
+        self.records.add(ref.key)
+        return PutOutcome.STORED
+
+    def drop(self, ref: BlockRef) -> None:
+        """Without a child its record goes, too, then those of bad ancestors left without one."""
+        self.good.discard(ref.key)
+        known = {other.key: other for other in self.tree}
+        key = ref.key
+        while key in self.records and key not in self.good:
+            if any(known[other].parent == key for other in self.records):
+                return
+            self.records.discard(key)
+            key = known[key].parent
+
+    @rule(start=st.integers(0, 39), count=st.integers(1, 12))
+    def put(self, start: int, count: int) -> None:
+        group = sorted(self.tree[start : start + count], key=lambda ref: ref.depth)
+        expected = [self.expected_put(ref) for ref in group]
+        assert self.store.put_group(self.blocks.writes(group)) == expected
+
+    @rule(chosen=st.sets(st.integers(0, 39), max_size=6))
+    def remove(self, chosen: set[int]) -> None:
+        refs = [self.tree[i] for i in sorted(chosen)]
+        expected = sum(ref.key in self.good for ref in refs)
+        assert self.store.remove([ref.key for ref in refs]) == expected
+        for ref in sorted(refs, key=lambda ref: ref.depth, reverse=True):
+            self.drop(ref)
+
+    @rule(start=st.integers(0, 39), count=st.integers(1, 12))
+    def touch(self, start: int, count: int) -> None:
+        self.clock.now += 61
+        self.store.touch([ref.key for ref in reversed(self.tree[start : start + count])])
+
+    @rule(index=st.integers(0, 39))
+    def clear(self, index: int) -> None:
+        ancestor = self.tree[index].key
+        below = {ancestor}
+        for ref in sorted(self.tree, key=lambda ref: ref.depth):
+            if ref.parent in below:
+                below.add(ref.key)
+        refs = [ref for ref in self.tree if ref.key in below and ref.key != ancestor]
+        # What is below a missing record has none itself.
+        expected = sum(ref.key in self.good for ref in refs)
+        assert self.store.clear(ancestor) == expected
+        for ref in sorted(refs, key=lambda ref: ref.depth, reverse=True):
+            self.drop(ref)
+
+    @rule()
+    def restart(self) -> None:
+        self.store.close()
+        assert problems_on_disk(self.directory / "cache") == []
+        self.open()
+
+    @invariant()
+    def holds_what_the_model_holds(self) -> None:
+        stats = self.store.stats()
+        assert stats.blocks == len(self.good)
+        assert stats.bad_blocks == len(self.records - self.good)
+        for ref in self.tree:
+            assert len(self.store.probe([ref])) == (ref.key in self.good)
+
+    def teardown(self) -> None:
+        if hasattr(self, "store"):
+            self.store.close()
+            assert problems_on_disk(self.directory / "cache") == []
+            shutil.rmtree(self.directory)
+
+
+DiskMachine.TestCase.settings = settings(
+    max_examples=30,
+    stateful_step_count=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+TestDiskMachine = DiskMachine.TestCase
