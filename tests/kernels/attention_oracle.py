@@ -4,7 +4,6 @@ Everything that no query may see is poisoned: unused blocks and the slots past a
 NaN, and block-table entries past it are ids far outside the pool.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -165,8 +164,3 @@ def tolerance(dtype: torch.dtype) -> float:
     return {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}[
         dtype
     ]
-
-
-def is_finite(case: Case) -> bool:
-    """Whether the answer has no NaN: what a poisoned slot would bring in."""
-    return math.isfinite(float(expected_attention(case).sum()))
