@@ -1,6 +1,7 @@
 # make demo        answers questions about two documents, cold and from every tier
 # make test        the tests that a CPU can run, each layer in a process of its own
 # make soak-store  200,000 random operations on the block store
+# make soak-kernels  thousands of random shapes through the kernels
 # make soak-disk   the disk tier killed, damaged and shared for half an hour
 # make lint        ruff, formatting, types
 # make clean       removes .venv and what the tools left behind
@@ -19,7 +20,7 @@ export GOMP_SPINCOUNT ?= 0
 # or a checkout that was moved makes the install unfinished again.
 $(shell [ -x $(PY) ] && [ "$$(cat $(STAMP) 2>/dev/null)" = "$$(pwd -P)" ] || rm -f $(STAMP))
 
-.PHONY: help install demo test test-kvstore test-kernels test-engine test-tools soak-store soak-disk lint clean
+.PHONY: help install demo test test-kvstore test-kernels test-engine test-tools soak-store soak-kernels soak-disk lint clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -34,8 +35,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@if [ -e $(STAMP) ]; then rm $(STAMP); else \
 	  echo "make: building $(VENV)" >&2; rm -rf $(VENV) && $(PYTHON) -m venv $(VENV); fi
 	@echo "make: installing into $(VENV) (several minutes the first time)" >&2
-	@$(PY) -m pip install --quiet -c constraints.txt torch
-	@$(PY) -m pip install --quiet -c constraints.txt -e '.[codecs,dev]'
+	@$(PY) -m pip install -qq -c constraints.txt torch
+	@$(PY) -m pip install -qq -c constraints.txt -e '.[codecs,dev]'
 	@pwd -P > $(STAMP)
 
 # kernels/ has no __init__.py, so a regular package of that name anywhere on the path hides it.
@@ -64,6 +65,9 @@ test-tools: install
 # 200,000 random operations on the store, every invariant checked after each.
 soak-store: install
 	KVSTORE_STATEFUL_STEPS=200000 $(PY) -m pytest -o faulthandler_timeout=0 tests/kvstore/test_store_stateful.py
+
+soak-kernels: install
+	KERNEL_EXAMPLES=2000 $(PY) -m pytest -o faulthandler_timeout=0 tests/kernels
 
 soak-disk: install
 	$(PY) -m pytest -m soak -o faulthandler_timeout=0 tests/kvstore/disk
