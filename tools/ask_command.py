@@ -110,7 +110,6 @@ def _say(message: str) -> None:
 ask = Command(
     name="ask",
     callback=_ask,
-    short_help="Answer questions about a document.",
     help="Answer questions about the text in FILE (- for stdin), one after another. What the model "
     "made of the document is kept in --cache-dir, so that the next question, also one asked next "
     "week, does not read it again.",

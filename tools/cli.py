@@ -15,10 +15,7 @@ from collections.abc import Sequence
 import click
 
 from kvstore.errors import ConfigError, KVStoreError
-from tools.ask_command import ask
 from tools.command import Group
-from tools.inspect_command import inspect
-from tools.verify_command import verify
 
 FINE, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -48,7 +45,11 @@ cli = Group(
             help="Print the version and exit.",
         )
     ],
-    commands=[ask, inspect, verify],
+    summaries={
+        "ask": "Answer questions about a document.",
+        "inspect": "Show what is in a cache directory.",
+        "verify": "Check every block in a cache directory.",
+    },
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 

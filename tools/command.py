@@ -1,6 +1,7 @@
 """What the help of every command looks like: usage, examples, words, options in sections."""
 
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import click
@@ -47,11 +48,29 @@ class Command(click.Command):
 
 
 class Group(Command, click.Group):
-    """A command of commands with the same help."""
+    """A command of commands, each imported when it is run: help names them without that.
+
+    ``summaries`` maps the name of a command to what help says of it. The command ``x`` is ``x`` in
+    ``tools/x_command.py``.
+    """
+
+    def __init__(self, *arguments: Any, summaries: Mapping[str, str], **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.summaries = summaries
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.summaries)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.summaries:
+            return None
+        command: click.Command = getattr(import_module(f"tools.{cmd_name}_command"), cmd_name)
+        return command
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        Command.format_options(self, ctx, formatter)
-        self.format_commands(ctx, formatter)
+        super().format_options(ctx, formatter)
+        with formatter.section("Commands"):
+            formatter.write_dl(list(self.summaries.items()))
 
 
 JSON_OPTION = click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON object.")

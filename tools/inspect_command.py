@@ -43,7 +43,6 @@ def _describe(summary: dict[str, Any]) -> str:
 inspect = Command(
     name="inspect",
     callback=_inspect,
-    short_help="Show what is in a cache directory.",
     help="Show what is in a cache directory: sizes, blocks, and which models they belong to. "
     "Opens it read-only; an engine may be using it.",
     examples=(

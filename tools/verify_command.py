@@ -51,7 +51,6 @@ def _listed(name: str, found: list[str]) -> list[str]:
 verify = Command(
     name="verify",
     callback=_verify,
-    short_help="Check every block in a cache directory.",
     help="Check every block in a cache directory: checksum, tokens, parent. Exit status 1 if "
     "anything was bad, also when --fix repaired it. An engine may be using the directory.",
     examples=(

@@ -18,12 +18,12 @@ HEAVY = {"torch", "triton", "transformers"}
 def test_help_names_every_command(kvstore):
     result = kvstore("--help")
     assert result.returncode == 0
-    for name in cli.commands:
+    for name in cli.summaries:
         assert f"\n  {name} " in result.stdout
     assert result.stderr == ""
 
 
-@pytest.mark.parametrize("name", sorted(cli.commands))
+@pytest.mark.parametrize("name", sorted(cli.summaries))
 def test_help_of_a_command_starts_with_two_examples(kvstore, name):
     result = kvstore(name, "-h")
     assert result.returncode == 0
