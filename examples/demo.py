@@ -208,7 +208,10 @@ def main() -> int:
         json.dump(STEPS[arguments.step][1](arguments.cache_dir), sys.stdout)
     except KeyboardInterrupt:
         return 130
-    except (KVStoreError, OSError) as error:
+    except OSError as error:
+        print(f"demo: {error}; KVSTORE_HOME names a directory for its files", file=sys.stderr)
+        return 1
+    except KVStoreError as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
     return 0
