@@ -3,8 +3,6 @@
 Does not know where models come from (``engine.model_source``), nor how they are run.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +15,7 @@ from engine.attention_backends import find_backend
 from engine.determinism import FixedShapes, run_identity
 from engine.identity import model_identity
 from engine.model_source import ModelSource, resolve_model
+from engine.quiet import quiet_transformers
 from engine.rope import freeze_rope
 from kvstore.block import ITEMSIZE, BlockLayout
 from kvstore.errors import ConfigError
@@ -107,7 +106,7 @@ def load_model(
         raise ConfigError(f"dtype: expected auto, {', '.join(ITEMSIZE)}, got {dtype!r}")
     torch_device = _device(device)
     source = resolve_model(model, revision=revision)
-    with _quiet_transformers():
+    with quiet_transformers():
         loaded_tokenizer = (
             None if skip_tokenizer_init else _load_tokenizer(source, tokenizer, trust_remote_code)
         )
@@ -265,18 +264,3 @@ def _eos_token_ids(network: Any, tokenizer: Any) -> tuple[int, ...]:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """No progress bars and advice for people who train; what matters here is an error anyway."""
-    logging = transformers.utils.logging
-    verbosity, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if has_bar:
-            logging.enable_progress_bar()

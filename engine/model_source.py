@@ -15,6 +15,7 @@ Importable without torch. Does not load models (``engine.model_loader``).
 
 import fcntl
 import hashlib
+import io
 import os
 import shutil
 import subprocess
@@ -22,7 +23,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -202,7 +203,8 @@ def _convert_gguf(gguf: Path, target: Path) -> None:
 
     from engine.quiet import quiet_transformers
 
-    with quiet_transformers():
+    # The bar of the GGUF reader cannot be switched off otherwise.
+    with quiet_transformers(), redirect_stderr(io.StringIO()):
         model = transformers.AutoModelForCausalLM.from_pretrained(
             gguf.parent,
             gguf_file=gguf.name,
