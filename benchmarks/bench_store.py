@@ -221,15 +221,18 @@ def main() -> None:
         ("--blocks", 1_000_000),
         ("--bytes", 100_000_000),
         ("--steps", 24),
+        ("--only", ""),
     )
-    records = [
-        bench_match(arguments.tokens, arguments.runs),
-        bench_bookkeeping(max(1000, arguments.blocks // 100), arguments.blocks, arguments.runs),
-        bench_memory(arguments.blocks // 10),
-        bench_promotion(arguments.bytes, arguments.runs),
-        bench_cleaning(arguments.steps),
-    ]
-    report("store", records, arguments)
+    few = max(1000, arguments.blocks // 100)
+    cases = {
+        "match": lambda: bench_match(arguments.tokens, arguments.runs),
+        "bookkeeping": lambda: bench_bookkeeping(few, arguments.blocks, arguments.runs),
+        "memory": lambda: bench_memory(arguments.blocks // 10),
+        "promotion": lambda: bench_promotion(arguments.bytes, arguments.runs),
+        "cleaning": lambda: bench_cleaning(arguments.steps),
+    }
+    wanted = [arguments.only] if arguments.only else list(cases)
+    report("store", [cases[name]() for name in wanted], arguments)
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ cli = Group(
         "ask": "Answer questions about a document.",
         "inspect": "Show what is in a cache directory.",
         "verify": "Check every block in a cache directory.",
+        "bench": "Run a benchmark of this checkout.",
     },
     context_settings={"help_option_names": ["-h", "--help"]},
 )

@@ -1,4 +1,4 @@
-"""Carry blocks from one cache to another in one file: ``kvstore export`` and ``kvstore import``.
+"""Carry blocks from one cache to another in one file.
 
     file    magic, version, frames
     frame   u32 header length, u64 payload length, xxh3-128 of header ‖ payload, header, payload

@@ -1,4 +1,4 @@
-"""Give the file's unused pages back to the volume: ``kvstore compact``.
+"""Give the file's unused pages back to the volume.
 
 LMDB's file never shrinks, and freed pages keep old bytes until they are reused. A compact copy has
 neither. It needs the directory alone, because it puts another file in its place.
