@@ -3,12 +3,13 @@
 import atexit
 import contextlib
 import inspect
+import operator
 import os
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from types import TracebackType
 from typing import Any
@@ -123,12 +124,14 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, given as messages with role and content."""
         tokenizer = self._need_tokenizer("chat()")
-        conversations: Any = (
-            [messages] if messages and isinstance(messages[0], Mapping) else messages
-        )
+        is_one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if is_one else messages
         prompts = [
             tokenizer.apply_chat_template(
-                list(conversation), add_generation_prompt=True, tokenize=True, return_dict=False
+                [_as_message(message) for message in conversation],
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
             )
             for conversation in conversations
         ]
@@ -288,6 +291,10 @@ class LLM:
             raise
         return [request.result.result() for request in requests]
 
+    def get_tokenizer(self) -> Any:
+        """transformers' tokenizer of the model."""
+        return self._need_tokenizer("get_tokenizer()")
+
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
             if set(prompt) not in ({"prompt"}, {"prompt_token_ids"}):
@@ -299,10 +306,15 @@ class LLM:
         if isinstance(prompt, str):
             tokenizer = self._need_tokenizer("a text prompt")
             return prompt, list(tokenizer(prompt, verbose=False)["input_ids"])
+        if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
+            raise ConfigError(f"a prompt is text or a list of token ids, got {prompt!r}")
         try:
-            return None, [int(token_id) for token_id in prompt]
-        except (TypeError, ValueError):
-            raise ConfigError("a prompt is text or a list of token ids") from None
+            token_ids: Iterable[Any] = prompt
+            return None, [operator.index(token_id) for token_id in token_ids]
+        except TypeError:
+            raise ConfigError(
+                "a prompt is text or a list of token ids, which are integers"
+            ) from None
 
     def _need_tokenizer(self, what: str) -> Any:
         if self.tokenizer is None:
@@ -325,9 +337,33 @@ LLM.__signature__ = inspect.signature(EngineConfig)  # type: ignore[attr-defined
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        raise ConfigError(
+            f"prompts are text, lists of token ids, or a list of them, got {prompts!r}"
+        )
     many: list[Any] = list(prompts)
     is_one = bool(many) and all(isinstance(item, int) for item in many)
     return [many] if is_one else many
+
+
+def _as_message(message: Any) -> dict[str, str]:
+    """A message with text content; vLLM's list of text parts is joined."""
+    problem = ConfigError(
+        f"a message is a dictionary with role and content, both text, got {message!r}"
+    )
+    if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+        raise problem
+    content = message["content"]
+    if isinstance(content, list):
+        parts: list[Any] = [
+            part.get("text") if isinstance(part, Mapping) else part for part in content
+        ]
+        if not all(isinstance(part, str) for part in parts):
+            raise problem
+        content = "\n".join(parts)
+    if not isinstance(content, str) or not isinstance(message["role"], str):
+        raise problem
+    return {**message, "content": content}
 
 
 def _as_params(

@@ -29,7 +29,7 @@ from kvstore.event_file import EventFile
 from kvstore.events import EventLog
 from kvstore.eviction import Evictor
 from kvstore.hashing import chain_seed, salt_digest
-from kvstore.index import NONE, BlockIndex
+from kvstore.index import NONE, VALID, BlockIndex
 from kvstore.lease import Lease, Lookup, LookupState, Pin
 from kvstore.leasing import Leasing
 from kvstore.matching import Matcher
@@ -381,12 +381,24 @@ class BlockStore:
             done()
             return
 
+        digest = salt_digest(salt)
+
         def end(outcome: int | KVStoreError) -> None:
             if isinstance(outcome, int):
-                self.events.cleared(TierName.DISK, salt_digest(salt))
+                self.events.cleared(TierName.DISK, digest)
+                self._rewrite(digest)
             done()
 
         self._transfer.clear(chain_seed(self.namespace, salt), end)
+
+    def _rewrite(self, salt: bytes) -> None:
+        """Disk lost this salt's blocks: those that memory still holds are dirty again."""
+        index = self.index
+        kept = [slot for slot in index.used_slots() if index.salt[slot] == salt]
+        for slot in sorted(kept, key=index.depth.__getitem__):  # parents first
+            index.is_written[slot] = 0
+            if index.loading[slot] == VALID:
+                self._write_behind.add(slot)
 
     @property
     def weighs_loads(self) -> bool:

@@ -44,7 +44,10 @@ def prepare_directory(path: Path, *, is_read_only: bool) -> Path:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"{path}: cannot be created: {error.strerror}") from error
+            reason = error.strerror
+            if isinstance(error, FileExistsError | NotADirectoryError):
+                reason = "a part of the path is a file"
+            raise ConfigError(f"{path}: cannot be created: {reason}") from error
     check_directory(path, is_read_only=is_read_only)
     return path
 
@@ -64,9 +67,14 @@ def check_directory(path: Path, *, is_read_only: bool) -> None:
             f"chown it, or choose a directory of your own"
         )
     _refuse_network(path)
+    if not os.access(path, os.R_OK | os.X_OK):
+        raise ConfigError(
+            f"{path}: user {os.geteuid()} may not read it; it is readable by its owner, user "
+            f"{info.st_uid}, only"
+        )
     if not is_ours(path):
         raise ConfigError(f"{path}: holds another LMDB database; choose an empty directory")
-    if not (path / DATA_FILE).exists() and not is_read_only:
+    if not (path / DATA_FILE).exists():
         others = [name for name in os.listdir(path) if not _is_our_name(name)]
         if others:
             raise ConfigError(

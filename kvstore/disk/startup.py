@@ -103,11 +103,13 @@ def require_sound(attachment: Attachment, data_file: Path) -> Finding:
     if finding.soundness is Soundness.SOUND and num_inside > 1 and attachment.holders():
         reason = f"{num_inside} processes ended inside the database"
     if reason:
-        raise TierBrokenError(
-            f"{data_file} may be damaged ({reason}) and is in use by "
-            f"{attachment.describe_holders()}; end that, and it is checked at the next start",
-            tier="disk",
+        holders = ", ".join(map(str, attachment.holders()))
+        remedy = (
+            f"it is in use by {holders}; end that, and it is checked at the next start"
+            if holders
+            else f"run: kvstore verify {data_file.parent} --fix"
         )
+        raise TierBrokenError(f"{data_file} may be damaged ({reason}); {remedy}", tier="disk")
     return finding
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from engine import LLM, SamplingParams
 from engine.model_source import resolve_model
-from kvstore.errors import CapacityError
+from kvstore.errors import CapacityError, ConfigError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 FACT = "Mr. Adams keeps bees in Oslo and sells honey to his neighbours on Fridays. "
@@ -116,6 +116,11 @@ def test_chat_answers_a_conversation(demo_llm):
     messages = [{"role": "user", "content": "Say hello."}]
     (output,) = demo_llm.chat(messages, GREEDY)
     (again,) = demo_llm.chat([messages], GREEDY)
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Say hello."}]}]
+    assert demo_llm.chat(parts, GREEDY)[0].prompt_token_ids == output.prompt_token_ids
+    for wrong in ([{"rol": "user"}], [{"role": "user", "content": 5}], ["hello"]):
+        with pytest.raises(ConfigError, match="a message is a dictionary"):
+            demo_llm.chat([wrong], GREEDY)
     assert output.outputs[0].token_ids == again.outputs[0].token_ids
     assert output.outputs[0].text.strip()
 

@@ -355,7 +355,9 @@ def test_arguments_of_vllm_without_meaning_here_are_accepted(make_llm):
 
 
 @pytest.mark.parametrize(
-    "prompts", [[[]], [[200]], [[-1]], [{"text": "a"}], ["text"], [[1.5, None]]]
+    "prompts",
+    [[[]], [[200]], [[-1]], [{"text": "a"}], ["text"], [[1.5]], [[1, None]], b"bytes", None, 5],
+    ids=str,
 )
 def test_a_prompt_that_cannot_be_computed_is_refused(make_llm, prompts):
     llm = make_llm()

@@ -390,6 +390,20 @@ def test_reset_skips_what_is_in_use(make_engine):
     engine.store.release(held)
 
 
+def test_what_outlives_a_cleared_disk_is_written_again(make_engine):
+    """A pinned document used to be cached in memory only, while flush said all was written."""
+    disk = MemoryDisk()
+    engine = make_engine(disk=disk)
+    engine.run(A + B + END)
+    engine.store.flush()
+    with engine.store.pin(engine.look_up(A + B + END, peek=True)):
+        assert engine.store.reset() == 2
+        engine.store.clear_disk("", lambda: None)
+        engine.store.run_until_idle(10.0)
+        engine.store.flush()
+        assert len(disk.blocks) == 2
+
+
 def test_load_policy_never_uses_the_device_only(make_engine):
     disk = MemoryDisk()
     make_engine(disk=disk).run(A + END)
