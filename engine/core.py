@@ -8,6 +8,7 @@ next cleaning deadline wakes.
 import itertools
 import logging
 import math
+import os
 import threading
 import time
 from collections import deque
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_FAILED_CLOSE_S = 10.0  # to write what is dirty when the engine ends by a failure
 _LONGEST_SLEEP_S = 1.0  # bounds how late the dirty age and a clock that jumps are noticed
 
 
@@ -64,13 +66,15 @@ class EngineCore:
         self._limits = limits
         self._clock = clock
         self._wake = threading.Condition()
-        self._commands: deque[Callable[[], None]] = deque()
+        self._commands: deque[tuple[Callable[[], None], Future[Any]]] = deque()
         self._awaited: list[tuple[Callable[[], bool], Future[None]]] = []
         self._requests: dict[str, Request] = {}
         self._has_store_event = False
         self._closing = False
         self._close_timeout: float | None = None
         self._is_closed = False
+        self._failure: BaseException | None = None
+        self._pid = os.getpid()
         self._ids = itertools.count()
         started: Future[None] = Future()
         self._thread = threading.Thread(
@@ -121,6 +125,8 @@ class EngineCore:
 
     def close(self, timeout: float | None = None) -> None:
         """Abort what runs, flush the store within ``timeout`` seconds, end the thread."""
+        if os.getpid() != self._pid:
+            return  # a forked child: neither the thread nor what it holds is here
         with self._wake:
             if self._is_closed:
                 return
@@ -134,11 +140,20 @@ class EngineCore:
         return self._closing or self._is_closed
 
     def _post(self, command: Callable[[], None], result: "Future[Any]") -> None:
+        if os.getpid() != self._pid:
+            raise StoreClosedError("the engine belongs to the process that made it: make one here")
         with self._wake:
             if self._closing:
-                raise StoreClosedError("the engine is closed")
-            self._commands.append(command)
+                raise self._closed_error()
+            self._commands.append((command, result))
             self._wake.notify_all()
+
+    def _closed_error(self) -> StoreClosedError:
+        if self._failure is None:
+            return StoreClosedError("the engine is closed")
+        error = StoreClosedError(f"the engine ended by a failure of its own: {self._failure!r}")
+        error.__cause__ = self._failure
+        return error
 
     def _on_store_event(self) -> None:
         with self._wake:
@@ -148,8 +163,10 @@ class EngineCore:
     # ---- step thread ---------------------------------------------------------------------------
 
     def _run(self, build: BuildParts, started: "Future[None]") -> None:
+        store: BlockStore | None = None
         try:
-            self.store, self.runner = build(self._on_store_event)
+            store, self.runner = build(self._on_store_event)
+            self.store = store
             self.runner.warm_up()
             self.scheduler = Scheduler(
                 self.store,
@@ -172,19 +189,29 @@ class EngineCore:
             self.store.measure()
         except BaseException as error:
             self._is_closed = True
+            if store is not None:
+                store.close(0.0)
             started.set_exception(error)
             return
         started.set_result(None)
+        try:
+            self._loop()
+        except BaseException as error:
+            logger.exception("the step thread failed; the engine ends")
+            self._failure = error
+        self._end()
+
+    def _loop(self) -> None:
         progressed = True
         while True:
             if not progressed and self._sleep():
                 self._use_idle_time()
             while self._commands:
-                self._commands.popleft()()
+                command, _ = self._commands.popleft()
+                command()
             if self._closing:
-                break
+                return
             progressed = self._turn()
-        self._end()
 
     def _turn(self) -> bool:
         """One round: what transfers have finished, one step, what somebody waits for.
@@ -320,18 +347,25 @@ class EngineCore:
         )
 
     def _end(self) -> None:
-        closed = StoreClosedError("the engine was closed")
-        for request in list(self._requests.values()):
-            for sequence in request.sequences:
-                self.scheduler.finish(sequence)
-            request.result.set_exception(closed)
-        for _, reached in self._awaited:
-            reached.set_exception(closed)
+        """Nobody is left waiting: not those whose request runs, nor those who call just now."""
+        with self._wake:
+            self._closing = True
+            left = [result for _, result in self._commands]
+            self._commands.clear()
+        left += [request.result for request in self._requests.values()]
+        left += [reached for _, reached in self._awaited]
+        closed = self._closed_error()
         try:
-            self.store.close(self._close_timeout)
+            if self._failure is None:
+                for request in self._requests.values():
+                    for sequence in request.sequences:
+                        self.scheduler.finish(sequence)
+            self.store.close(self._close_timeout if self._failure is None else _FAILED_CLOSE_S)
         except Exception:
             logger.exception("closing the store failed")
         finally:
+            for result in left:
+                result.set_exception(closed)
             del self.runner
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()

@@ -31,7 +31,7 @@ from engine.parts import build_parts
 from engine.request import Request
 from engine.sampler import make_generator
 from engine.sampling_params import SamplingParams
-from engine.sequence import CacheOptions
+from engine.sequence import CacheOptions, check_salt
 from engine.sequence import Sequence as SampleSequence
 from kvstore.block import TierName
 from kvstore.errors import ConfigError
@@ -107,7 +107,8 @@ class LLM:
         """
         many = _as_prompts(prompts)
         params = _as_params(sampling_params, len(many))
-        cache = CacheOptions(cache_salt or "", cache_priority, cache_priority_ttl_s)
+        salt = "" if cache_salt is None else cache_salt
+        cache = CacheOptions(salt, cache_priority, cache_priority_ttl_s)
         requests = [
             self._request(*self._tokenize(prompt), each, cache)
             for prompt, each in zip(many, params, strict=True)
@@ -155,7 +156,8 @@ class LLM:
         model's context.
         """
         text = text_or_path if isinstance(text_or_path, str) else read_document(text_or_path)
-        cache = CacheOptions(cache_salt or "", cache_priority, cache_priority_ttl_s)
+        salt = "" if cache_salt is None else cache_salt
+        cache = CacheOptions(salt, cache_priority, cache_priority_ttl_s)
         document = Document(self, text, cache)
         if pin:
             document.pinned = document.pin()
@@ -188,6 +190,7 @@ class LLM:
         that tier's copies go: what disk does not hold yet is written first.
         """
         name, salt = None if tier is None else _tier_name(tier), cache_salt or ""
+        check_salt(salt)
         self.flush()
         store, skipped = self._core.store, 0
         if name is not TierName.DISK:

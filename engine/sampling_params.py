@@ -12,6 +12,9 @@ from kvstore.errors import ConfigError
 # Below this a temperature divides by almost nothing and the draw is the argmax anyway.
 GREEDY_TEMPERATURE = 1e-5
 
+# Beyond this a penalty makes logits that are no numbers any more, of which nothing can be drawn.
+_LEAST_PENALTY = 1e-3
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -22,7 +25,8 @@ class SamplingParams:
     top_p               least probability mass that stays in play, in (0, 1]; 1 keeps all
     top_k               number of tokens that stay in play; 0 keeps all (-1 is taken as 0)
     min_p               tokens below this fraction of the most likely one's probability are dropped
-    repetition_penalty  above 1, tokens of prompt and output become less likely; 1 changes nothing
+    repetition_penalty  above 1, tokens of prompt and output become less likely; 1 changes nothing;
+                        from 0.001 to 1000
     max_tokens          new tokens at most; None: as many as the model's context takes
     stop                strings that end the output; the text ends before the first one
     stop_token_ids      tokens that end the output; the token itself stays in ``token_ids``
@@ -55,8 +59,8 @@ class SamplingParams:
         _number(
             "repetition_penalty",
             self.repetition_penalty,
-            _real(self.repetition_penalty) > 0.0,
-            "above 0",
+            _LEAST_PENALTY <= _real(self.repetition_penalty) <= 1 / _LEAST_PENALTY,
+            f"from {_LEAST_PENALTY} to {1 / _LEAST_PENALTY:.0f}",
         )
         _integer("top_k", self.top_k, least=-1)
         if self.max_tokens is not None:

@@ -11,8 +11,19 @@ from engine.sampler import SampledToken, SampleRequest
 from engine.sampling_params import SamplingParams
 from kvstore.block import TierName
 from kvstore.cost import LoadDecision
+from kvstore.errors import ConfigError
 from kvstore.hashing import encode_tokens
 from kvstore.lease import Lease, Lookup
+
+
+def check_salt(salt: object) -> None:
+    """Raises ``ConfigError`` for what cannot be hashed into block keys."""
+    try:
+        is_text = isinstance(salt, str) and salt.encode() is not None
+    except UnicodeEncodeError:  # a lone surrogate
+        is_text = False
+    if not is_text:
+        raise ConfigError(f"cache_salt: expected text, got {salt!r}")
 
 
 class SequenceState(Enum):
@@ -35,6 +46,16 @@ class CacheOptions:
     salt: str = ""
     priority: int = 0
     priority_ttl_s: float | None = None
+
+    def __post_init__(self) -> None:
+        """Checked here, in the caller's thread: the step thread must be able to rely on it."""
+        check_salt(self.salt)
+        if isinstance(self.priority, bool) or not isinstance(self.priority, int):
+            raise ConfigError(f"cache_priority: expected an integer, got {self.priority!r}")
+        ttl = self.priority_ttl_s
+        is_number = isinstance(ttl, int | float) and not isinstance(ttl, bool)
+        if ttl is not None and not (is_number and ttl > 0):
+            raise ConfigError(f"cache_priority_ttl_s: expected seconds above 0, got {ttl!r}")
 
 
 @dataclass(slots=True)

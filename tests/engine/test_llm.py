@@ -3,6 +3,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 
 import lmdb
@@ -364,6 +365,80 @@ def test_a_prompt_that_cannot_be_computed_is_refused(make_llm, prompts):
     with pytest.raises(ConfigError):
         llm.generate(prompts)
     assert llm.check() == []
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [
+        {"cache_salt": "\ud800"},
+        {"cache_salt": b"x"},
+        {"cache_salt": 5},
+        {"cache_priority": "high"},
+        {"cache_priority": 1, "cache_priority_ttl_s": "long"},
+        {"cache_priority": 1, "cache_priority_ttl_s": float("nan")},
+    ],
+    ids=str,
+)
+def test_a_wrong_cache_option_is_refused_in_the_callers_thread(make_llm, cache):
+    """It used to end the step thread, and every caller waited for ever."""
+    llm = make_llm()
+    with pytest.raises(ConfigError, match="cache_"):
+        llm.generate([[5, 6]], **cache)
+    assert llm.generate([[5, 6]], GREEDY)[0].finished
+
+
+def test_a_failure_of_the_step_thread_leaves_nobody_waiting(make_llm, monkeypatch):
+    llm = make_llm()
+
+    def fail():
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(llm._core.scheduler, "schedule", fail)
+    with pytest.raises(StoreClosedError, match="a bug"):
+        llm.generate([[5, 6]], GREEDY)
+    with pytest.raises(StoreClosedError, match="a bug"):
+        llm.stats()
+    llm.close()
+    assert not llm._core._thread.is_alive()
+
+
+def test_a_command_that_races_close_is_answered(make_llm):
+    """Posted after the last look at the queue, it used to be lost with its caller waiting."""
+    llm = make_llm()
+    core, late = llm._core, []
+
+    class Queue(type(core._commands)):
+        def __bool__(self):
+            if core._closing and not late:  # between the look at the queue and the end
+                late.append(Future())
+                self.append((lambda: late[0].set_exception(StoreClosedError("ran")), late[0]))
+                return False
+            return len(self) > 0
+
+    core._commands = Queue()
+    llm.close()
+    with pytest.raises(StoreClosedError):
+        late[0].result(timeout=10)
+
+
+def test_a_forked_child_is_refused_and_may_exit(make_llm, tiny_prompts):
+    llm = make_llm()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            llm.generate([tiny_prompts[0]], GREEDY)
+            said = b"answered"
+        except StoreClosedError as error:
+            said = str(error).encode()
+        llm.close()
+        os.write(writer, said)
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        assert b"belongs to the process that made it" in pipe.read()
+    assert os.waitpid(child, 0)[1] == 0
+    assert llm.generate([tiny_prompts[0]], GREEDY)[0].finished
 
 
 def test_a_closed_engine_says_so(make_llm):
