@@ -78,12 +78,12 @@ def chain_keys(parent: bytes, tokens: bytes, block_bytes: int) -> list[bytes]:
 
 def chain_blocks(parent: bytes, tokens: bytes, block_bytes: int) -> tuple[list[bytes], list[bytes]]:
     """Like ``chain_keys``, with each block's tokens beside its key."""
-    keys, runs = [], []
-    for start in range(0, len(tokens) - block_bytes + 1, block_bytes):
-        run = tokens[start : start + block_bytes]
+    ends = range(block_bytes, len(tokens) + 1, block_bytes)
+    runs = [tokens[end - block_bytes : end] for end in ends]
+    keys = []
+    for run in runs:
         parent = sha256(parent + run).digest()
         keys.append(parent)
-        runs.append(run)
     return keys, runs
 
 

@@ -94,17 +94,25 @@ class Matcher:
     def _resident(self, lookup: Lookup) -> list[int]:
         """Slots of the blocks at the front that can be read on the device now.
 
-        Nearly all of a match and of a walk, and asked for by both: what is known from last time is
-        confirmed without a loop of the interpreter.
+        Nearly all of a match and of a walk, and asked for by both: the second time confirms what
+        the first one found.
         """
         index, known, keys, runs = self._index, lookup.resident, lookup.keys, lookup.runs
-        tokens, device, loading = index.tokens, index.device, index.loading
-        if (
-            [index.key[slot] for slot in known] != keys[: len(known)]
-            or NONE in map(device.__getitem__, known)
-            or any(map(loading.__getitem__, known))
-        ):
+        still = list(map(index.key.__getitem__, known)) == keys[: len(known)]
+        if not (still and self._are_readable(known)):
             known.clear()
+        if not known:
+            # All of it, as a question about a known document finds nearly all: without a loop of
+            # the interpreter.
+            slots = [slot for slot in map(index.slots.get, keys) if slot is not None]
+            if (
+                len(slots) == len(keys)
+                and self._are_readable(slots)
+                and list(map(index.tokens.__getitem__, slots)) == runs
+            ):
+                known += slots
+                return known
+        tokens, device, loading = index.tokens, index.device, index.loading
         find = index.slots.get
         for position in range(len(known), len(keys)):
             slot = find(keys[position], NONE)
@@ -117,6 +125,13 @@ class Matcher:
                 break
             known.append(slot)
         return known
+
+    def _are_readable(self, slots: list[int]) -> bool:
+        """Whether all these blocks can be read on the device now."""
+        index = self._index
+        return NONE not in map(index.device.__getitem__, slots) and not any(
+            map(index.loading.__getitem__, slots)
+        )
 
     def partial(self, lookup: Lookup, num_cached: int) -> PartialMatch | None:
         """The block that gives its head to the one after the first ``num_cached``."""

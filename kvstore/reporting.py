@@ -52,7 +52,7 @@ class Reporter:
         self._looked_up += missing
         tiers = {TierName.DEVICE: self._device, TierName.HOST: self._host, TierName.DISK: has_disk}
         for tier, is_on in tiers.items():
-            num_found = lookup.sources.count(tier)
+            num_found = lookup.sources.count(tier) if missing else 0
             self._hits[tier] += num_found
             missing -= num_found
             if is_on:
