@@ -9,7 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from kvstore.block import BlockLayout, BlockRef, TierName
+from kvstore.block import BlockLayout, TierName
 from kvstore.cost import CostModel
 from kvstore.errors import KVStoreError
 from kvstore.events import EventLog
@@ -182,10 +182,11 @@ class Promoter:
 
     def _end(self, slots: list[int], outcomes: Sequence[KVStoreError | None]) -> None:
         index = self._index
+        self._count(self.loading_from[slots[0]], outcomes)
         for slot, error in zip(slots, outcomes, strict=True):
             index.transfers[slot] -= 1
             index.loading[slot] = VALID if error is None else FAILED
-            self._count(self.loading_from.pop(slot), index.ref(slot), error)
+            del self.loading_from[slot]
             if error is None:
                 self._events.stored(TierName.DEVICE, slot)
             for lease in self._waiting.pop(slot):
@@ -204,7 +205,7 @@ class Promoter:
         del self._filling[block_id]
         if partial.slot != NONE:
             self._index.transfers[partial.slot] -= 1
-        self._count(partial.tier, partial.ref, error)
+        self._count(partial.tier, outcomes)
         if block_id in self.abandoned:
             self.abandoned.remove(block_id)
             self._device.free(block_id)
@@ -219,9 +220,10 @@ class Promoter:
         if lease.is_ready:
             self.leases.discard(lease)
 
-    def _count(self, source: TierName, ref: BlockRef, error: KVStoreError | None) -> None:
-        if error is None:
-            self.promoted_blocks[source] += 1
-        else:
-            self.failed_loads[getattr(error, "reason", type(error).__name__)] += 1
-            logger.warning("load failed src=%s key=%s: %s", source, ref.key.hex()[:16], error)
+    def _count(self, source: TierName, outcomes: Sequence[KVStoreError | None]) -> None:
+        """Count a job's blocks, all from one tier; failures are one line in the log."""
+        errors = [error for error in outcomes if error is not None]
+        self.promoted_blocks[source] += len(outcomes) - len(errors)
+        self.failed_loads.update(getattr(error, "reason", type(error).__name__) for error in errors)
+        if errors:
+            logger.warning("loads failed src=%s blocks=%d: %s", source, len(errors), errors[0])
