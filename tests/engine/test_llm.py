@@ -1,3 +1,4 @@
+import json
 import os
 import signal
 import subprocess
@@ -178,7 +179,7 @@ def test_a_killed_process_loses_only_what_is_younger_than_the_dirty_age(
     make_llm, tiny_model, tiny_prompts, tmp_path
 ):
     """kill -9 five seconds after an answer; nothing was flushed or closed."""
-    arguments = [tiny_model, repr(tiny_prompts[0]), str(tmp_path / "cache"), "wait"]
+    arguments = [tiny_model, json.dumps(tiny_prompts[0]), str(tmp_path / "cache"), "wait"]
     with subprocess.Popen(
         [sys.executable, "-c", CHILD, *arguments], stdout=subprocess.PIPE, text=True
     ) as child:
@@ -452,30 +453,31 @@ def test_a_closed_engine_says_so(make_llm):
 
 
 CHILD = """
-import sys, time
+import json, sys, time
 from engine import LLM, SamplingParams
 model, prompt, directory, *wait = sys.argv[1:]
 llm = LLM(model, dtype="float32", disk_cache=directory, skip_tokenizer_init=True,
           device_cache="16MiB", load_policy="always")
-(output,) = llm.generate([eval(prompt)], SamplingParams(temperature=0.0, max_tokens=16))
+(output,) = llm.generate([json.loads(prompt)], SamplingParams(temperature=0.0, max_tokens=16))
 if wait:
     time.sleep(5)
     print("answered and waited", flush=True)
     time.sleep(60)
-print(repr({"tokens": output.outputs[0].token_ids} | output.metrics.cached_tokens))
+print(json.dumps({"tokens": output.outputs[0].token_ids} | output.metrics.cached_tokens))
 llm.close()
 """
 
 
 def run_in_process(model: str, prompt: list[int], directory: Path) -> dict:
     child = subprocess.run(
-        [sys.executable, "-c", CHILD, model, repr(prompt), str(directory)],
+        [sys.executable, "-c", CHILD, model, json.dumps(prompt), str(directory)],
         capture_output=True,
         text=True,
         check=True,
         env=os.environ,
     )
-    return eval(child.stdout)
+    answer: dict = json.loads(child.stdout)
+    return answer
 
 
 def flip_payload_byte(directory: Path, block_number: int) -> None:
