@@ -106,6 +106,7 @@ def _device_pool(
         copier = CudaCopier(cuda_pool, gather=gather_blocks, scatter=scatter_blocks)
         return cuda_pool, copier, cuda_pool.tensor
     pool = HostPool(size // block_bytes, block_bytes)
+    pool.commit_memory(needed)  # one sequence's worth, so that no request waits for it
     tensor = torch.from_numpy(pool.rows).view(loaded.dtype).view(-1, *layout.shape)
     return pool, None, tensor
 

@@ -61,6 +61,14 @@ class HostPool:
         self.rows: Rows = np.frombuffer(self._mapping, np.uint8).reshape(capacity, block_bytes)
         self._free = FreeIds(capacity)
 
+    def commit_memory(self, num_blocks: int) -> None:
+        """Have the kernel provide the memory of the blocks that are handed out first.
+
+        Otherwise the first promotion pays for it: with 70 MB the first answer after a restart came
+        after 0.136 s instead of 0.098 s.
+        """
+        self.rows[:num_blocks].reshape(-1)[:: mmap.PAGESIZE] = 0
+
     @property
     def num_free(self) -> int:
         return len(self._free)
