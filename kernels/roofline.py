@@ -36,9 +36,6 @@ class Work:
     flops: float
     bytes: float
 
-    def floor_s(self, device: Device) -> float:
-        return max(self.flops / device.flops, self.bytes / device.bandwidth)
-
     def predicted_s(self, device: Device, kind: str) -> float:
         """``kind``: prefill, decode or copy; attention is held by what takes longer of the two."""
         part = {"decode": device.decode_part, "copy": device.copy_part, "prefill": 1.0}[kind]

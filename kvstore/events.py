@@ -128,10 +128,6 @@ class EventLog:
         self.stored_blocks: Counter[str] = Counter()
         self.removed_blocks: Counter[str] = Counter()
 
-    @property
-    def has_sinks(self) -> bool:
-        return bool(self._sinks)
-
     def subscribe(self, sink: Sink) -> Callable[[], None]:
         """Hand ``sink`` all events from now on, in batches; returns what ends that.
 

@@ -17,7 +17,7 @@ import logging
 import math
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Set
 
 from kvstore.block import BlockLayout, TierName
@@ -411,10 +411,6 @@ class BlockStore:
         self._check_open()
         if self.weighs_loads:
             self._self_measurement.start(self._disk, chain_seed(self.namespace))
-
-    def residency(self, lookup: Lookup) -> dict[TierName, int]:
-        """Blocks of a looked-up prefix by the fastest tier that held them."""
-        return dict(Counter(lookup.sources))
 
     def check(self) -> list[str]:
         """Violated invariants, one sentence each; empty when all hold. O(blocks)."""
