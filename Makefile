@@ -36,7 +36,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  echo "make: building $(VENV)" >&2; rm -rf $(VENV) && $(PYTHON) -m venv $(VENV); fi
 	@echo "make: installing into $(VENV) (several minutes the first time)" >&2
 	@$(PY) -m pip install -qq -c constraints.txt torch
-	@$(PY) -m pip install -qq -c constraints.txt -e '.[codecs,dev]'
+	@$(PY) -m pip install -qq -c constraints.txt -e '.[codecs,dev,plot,serve]'
 	@pwd -P > $(STAMP)
 
 # kernels/ has no __init__.py, so a regular package of that name anywhere on the path hides it.
