@@ -5,7 +5,6 @@ are requests, and otherwise sleeps on one condition that a new command, a finish
 next cleaning deadline wakes.
 """
 
-import itertools
 import logging
 import math
 import os
@@ -75,7 +74,6 @@ class EngineCore:
         self._is_closed = False
         self._failure: BaseException | None = None
         self._pid = os.getpid()
-        self._ids = itertools.count()
         started: Future[None] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(build, started), name="kv-step", daemon=True
@@ -88,9 +86,6 @@ class EngineCore:
             raise
 
     # ---- any thread ----------------------------------------------------------------------------
-
-    def next_request_id(self) -> str:
-        return str(next(self._ids))
 
     def submit(self, request: Request) -> None:
         """Queue a request; its ``result`` is set when it is finished."""

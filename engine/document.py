@@ -40,7 +40,7 @@ class Document:
         self.pinned: Pin | None = None  # what ``LLM.document(pin=True)`` holds
         self._llm = llm
         self._cache = cache
-        tokenizer = llm._need_tokenizer("a document")
+        tokenizer = llm._reader.need_tokenizer("a document")
         before, between, after = _template_parts(tokenizer)
         self._prefix = _encode(tokenizer, before, is_template=True) + _encode(tokenizer, text)
         self._between = _encode(tokenizer, between, is_template=True)
@@ -63,7 +63,7 @@ class Document:
         unit = self._llm._loaded.reuse_tokens
         whole = self._prefix[: len(self._prefix) // unit * unit]
         if whole and self._llm.config.enable_prefix_caching:
-            request = self._llm._request(
+            request = self._llm._requests.make(
                 None, whole, _DEFAULT_PARAMS, self._cache, prefill_only=True
             )
             self._llm._run([request], show_progress=False)
@@ -113,7 +113,7 @@ class Document:
         """Answer one question, or several as one batch. Default: greedy, at most 128 tokens."""
         questions = [question] if isinstance(question, str) else list(question)
         requests = [
-            self._llm._request(
+            self._llm._requests.make(
                 each, self.prompt_token_ids(each), sampling_params or _DEFAULT_PARAMS, self._cache
             )
             for each in questions

@@ -3,13 +3,11 @@
 import atexit
 import contextlib
 import inspect
-import operator
 import os
 import sys
 import threading
-import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from types import TracebackType
 from typing import Any
@@ -23,23 +21,20 @@ import transformers
 from engine.chunking import AsFits, WholeChunks
 from engine.config import EngineConfig
 from engine.core import CoreLimits, EngineCore
-from engine.detokenizer import Detokenizer
 from engine.document import Document, read_document
 from engine.model_loader import LoadedModel, load_model
 from engine.outputs import RequestOutput
 from engine.parts import build_parts
+from engine.prompts import Message, Prompt, PromptReader, as_params, as_prompts
 from engine.request import Request
-from engine.sampler import make_generator
+from engine.request_maker import RequestMaker
 from engine.sampling_params import SamplingParams
 from engine.sequence import CacheOptions, check_salt
-from engine.sequence import Sequence as SampleSequence
 from kvstore.block import TierName
 from kvstore.errors import ConfigError
 from kvstore.events import Event
 from kvstore.metrics import render
 from kvstore.stats import StoreStats
-
-Prompt = str | Sequence[int] | Mapping[str, Any]
 
 _EXIT_TIMEOUT_S = 30.0  # to write what is dirty when the interpreter ends without close()
 _open_engines: "weakref.WeakSet[LLM]" = weakref.WeakSet()
@@ -73,6 +68,8 @@ class LLM:
         )
         self.tokenizer = self._loaded.tokenizer
         self.max_model_len = self._loaded.max_model_len
+        self._reader = PromptReader(self.tokenizer)
+        self._requests = RequestMaker(self._loaded, self._reader, self.config.seed)
         shapes = self._loaded.fixed_shapes
         self._core = EngineCore(
             lambda on_event: build_parts(self.config, self._loaded, on_event),
@@ -105,37 +102,28 @@ class LLM:
         ``cache_priority`` leave the device first; a priority ends after ``cache_priority_ttl_s``.
         Shows a progress bar on a terminal. After Ctrl-C the prompts of this call are aborted.
         """
-        many = _as_prompts(prompts)
-        params = _as_params(sampling_params, len(many))
+        many = as_prompts(prompts)
+        params = as_params(sampling_params, len(many))
         salt = "" if cache_salt is None else cache_salt
         cache = CacheOptions(salt, cache_priority, cache_priority_ttl_s)
         requests = [
-            self._request(*self._tokenize(prompt), each, cache)
+            self._requests.make(*self._reader.read(prompt), each, cache)
             for prompt, each in zip(many, params, strict=True)
         ]
         return self._run(requests, show_progress=use_tqdm)
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]],
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, given as messages with role and content."""
-        tokenizer = self._need_tokenizer("chat()")
         is_one = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if is_one else messages
-        prompts = [
-            tokenizer.apply_chat_template(
-                [_as_message(message) for message in conversation],
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=False,
-            )
-            for conversation in conversations
-        ]
+        prompts = [self._reader.read_messages(conversation) for conversation in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, cache_salt=cache_salt)
 
     def document(
@@ -235,49 +223,6 @@ class LLM:
 
     # ---- for the other fronts of this package --------------------------------------------------
 
-    def _request(
-        self,
-        text: str | None,
-        token_ids: list[int],
-        params: SamplingParams,
-        cache: CacheOptions,
-        *,
-        prefill_only: bool = False,
-    ) -> Request:
-        """A request, checked against the model's context."""
-        limit = self.max_model_len - (0 if prefill_only else 1)
-        if not token_ids:
-            raise ConfigError("the prompt is empty: it has no tokens")
-        if len(token_ids) > limit:
-            raise ConfigError(
-                f"the prompt has {len(token_ids)} tokens and the model takes {limit} beside its "
-                f"answer: cut {len(token_ids) - limit}"
-            )
-        if not 0 <= min(token_ids) <= max(token_ids) < self._loaded.vocab_size:
-            raise ConfigError(
-                f"prompt token ids: expected integers in [0, {self._loaded.vocab_size})"
-            )
-        request_id = self._core.next_request_id()
-        most = self.max_model_len if params.max_tokens is None else params.max_tokens
-        seed = self.config.seed + int(request_id) if params.seed is None else params.seed
-        samples = [
-            SampleSequence(
-                request_id=request_id,
-                index=index,
-                params=params,
-                cache=cache,
-                token_ids=list(token_ids),
-                num_prompt=len(token_ids),
-                max_len=min(len(token_ids) + most, self.max_model_len),
-                eos_token_ids=frozenset(self._loaded.eos_token_ids),
-                detokenizer=self._detokenizer(token_ids, params),
-                generator=None if params.is_greedy else make_generator(seed + index),
-                prefill_only=prefill_only,
-            )
-            for index in range(1 if prefill_only else params.n)
-        ]
-        return Request(request_id, text, list(token_ids), params, time.monotonic(), samples)
-
     def _run(self, requests: Sequence[Request], *, show_progress: bool) -> list[RequestOutput]:
         """Submit and wait. Any exception here aborts what is still running."""
         pending = {request.result for request in requests}
@@ -296,91 +241,10 @@ class LLM:
 
     def get_tokenizer(self) -> Any:
         """transformers' tokenizer of the model."""
-        return self._need_tokenizer("get_tokenizer()")
-
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, Mapping):
-            if set(prompt) not in ({"prompt"}, {"prompt_token_ids"}):
-                raise ConfigError(
-                    'a prompt dictionary has one key, "prompt" or "prompt_token_ids", got '
-                    + ", ".join(map(repr, prompt))
-                )
-            prompt = next(iter(prompt.values()))
-        if isinstance(prompt, str):
-            tokenizer = self._need_tokenizer("a text prompt")
-            return prompt, list(tokenizer(prompt, verbose=False)["input_ids"])
-        if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
-            raise ConfigError(f"a prompt is text or a list of token ids, got {prompt!r}")
-        try:
-            token_ids: Iterable[Any] = prompt
-            return None, [operator.index(token_id) for token_id in token_ids]
-        except TypeError:
-            raise ConfigError(
-                "a prompt is text or a list of token ids, which are integers"
-            ) from None
-
-    def _need_tokenizer(self, what: str) -> Any:
-        if self.tokenizer is None:
-            raise ConfigError(
-                f"{what} needs a tokenizer: pass token ids, or leave skip_tokenizer_init off"
-            )
-        return self.tokenizer
-
-    def _detokenizer(self, token_ids: list[int], params: SamplingParams) -> Detokenizer | None:
-        if self.tokenizer is None:
-            if params.stop_strings:
-                self._need_tokenizer("stop=")
-            return None
-        return Detokenizer(self.tokenizer, token_ids, params.stop_strings)
+        return self._reader.need_tokenizer("get_tokenizer()")
 
 
 LLM.__signature__ = inspect.signature(EngineConfig)  # type: ignore[attr-defined]
-
-
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
-        raise ConfigError(
-            f"prompts are text, lists of token ids, or a list of them, got {prompts!r}"
-        )
-    many: list[Any] = list(prompts)
-    is_one = bool(many) and all(isinstance(item, int) for item in many)
-    return [many] if is_one else many
-
-
-def _as_message(message: Any) -> dict[str, str]:
-    """A message with text content; vLLM's list of text parts is joined."""
-    problem = ConfigError(
-        f"a message is a dictionary with role and content, both text, got {message!r}"
-    )
-    if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
-        raise problem
-    content = message["content"]
-    if isinstance(content, list):
-        parts: list[Any] = [
-            part.get("text") if isinstance(part, Mapping) else part for part in content
-        ]
-        if not all(isinstance(part, str) for part in parts):
-            raise problem
-        content = "\n".join(parts)
-    if not isinstance(content, str) or not isinstance(message["role"], str):
-        raise problem
-    return {**message, "content": content}
-
-
-def _as_params(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if len(params) != count:
-        raise ConfigError(
-            f"sampling_params: expected one for all or {count}, one a prompt, got {len(params)}"
-        )
-    return list(params)
 
 
 def _tier_name(tier: str) -> TierName:

@@ -1,0 +1,80 @@
+"""Requests, checked against the model before the step thread sees them."""
+
+import itertools
+import time
+from collections.abc import Sequence as Tokens
+
+from engine.detokenizer import Detokenizer
+from engine.model_loader import LoadedModel
+from engine.prompts import PromptReader
+from engine.request import Request
+from engine.sampler import make_generator
+from engine.sampling_params import SamplingParams
+from engine.sequence import CacheOptions, Sequence
+from kvstore.errors import ConfigError
+
+
+class RequestMaker:
+    """Makes the requests of one engine. Any thread.
+
+    seed   of requests that bring none of their own: the n-th one gets ``seed + n``
+    """
+
+    def __init__(self, loaded: LoadedModel, reader: PromptReader, seed: int) -> None:
+        self._loaded = loaded
+        self._reader = reader
+        self._seed = seed
+        self._numbers = itertools.count()
+
+    def make(
+        self,
+        text: str | None,
+        token_ids: Tokens[int],
+        params: SamplingParams,
+        cache: CacheOptions,
+        *,
+        prefill_only: bool = False,
+    ) -> Request:
+        """Raises ``ConfigError`` for a prompt that the model cannot take."""
+        self._check(token_ids, self._loaded.max_model_len - (0 if prefill_only else 1))
+        number = next(self._numbers)
+        request_id = str(number)
+        most = self._loaded.max_model_len if params.max_tokens is None else params.max_tokens
+        seed = self._seed + number if params.seed is None else params.seed
+        samples = [
+            Sequence(
+                request_id=request_id,
+                index=index,
+                params=params,
+                cache=cache,
+                token_ids=list(token_ids),
+                num_prompt=len(token_ids),
+                max_len=min(len(token_ids) + most, self._loaded.max_model_len),
+                eos_token_ids=frozenset(self._loaded.eos_token_ids),
+                detokenizer=self._detokenizer(token_ids, params),
+                generator=None if params.is_greedy else make_generator(seed + index),
+                prefill_only=prefill_only,
+            )
+            for index in range(1 if prefill_only else params.n)
+        ]
+        return Request(request_id, text, list(token_ids), params, time.monotonic(), samples)
+
+    def _check(self, token_ids: Tokens[int], limit: int) -> None:
+        if not token_ids:
+            raise ConfigError("the prompt is empty: it has no tokens")
+        if len(token_ids) > limit:
+            raise ConfigError(
+                f"the prompt has {len(token_ids)} tokens and the model takes {limit} beside its "
+                f"answer: cut {len(token_ids) - limit}"
+            )
+        if not 0 <= min(token_ids) <= max(token_ids) < self._loaded.vocab_size:
+            raise ConfigError(
+                f"prompt token ids: expected integers in [0, {self._loaded.vocab_size})"
+            )
+
+    def _detokenizer(self, token_ids: Tokens[int], params: SamplingParams) -> Detokenizer | None:
+        if self._reader.tokenizer is None:
+            if params.stop_strings:
+                self._reader.need_tokenizer("stop=")
+            return None
+        return Detokenizer(self._reader.tokenizer, token_ids, params.stop_strings)
