@@ -8,13 +8,16 @@ and, where the medium is slow, with it dropped.
 import os
 import tempfile
 import time
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
 from bench_ttft import QUESTION, document_text
-from harness import paired_ratio, parse_arguments, report, say, summarize
+from harness import Record, main, paired_ratio, say, summarize
 
 from kvstore.disk.codec import get_codec
+
+OPTIONS = {"runs": 5, "words": 2150, "dtype": "bfloat16", "codec": "planes-zstd"}
 
 
 def real_blocks(llm, text: str) -> np.ndarray:
@@ -69,14 +72,7 @@ def restart_ttft(directory: Path, text: str, dtype: str, codec: str, *, is_cold:
     return output.metrics.ttft_s, output.outputs[0].token_ids
 
 
-def main() -> None:
-    arguments = parse_arguments(
-        __doc__,
-        ("--runs", 5),
-        ("--words", 2150),
-        ("--dtype", "bfloat16"),
-        ("--codec", "planes-zstd"),
-    )
+def measure(arguments: Namespace) -> list[Record]:
     from engine import LLM, SamplingParams
 
     text, codecs = document_text(arguments.words), ("raw", arguments.codec)
@@ -111,12 +107,13 @@ def main() -> None:
                 {
                     "case": "restart ttft",
                     "page_cache": "dropped" if is_cold else "warm",
-                    "codec_over_raw": paired_ratio(samples[arguments.codec], samples["raw"]),
+                    "over": "raw",
+                    "ratio": paired_ratio(samples[arguments.codec], samples["raw"]),
                 }
                 | {f"{name}_s": summarize(times)["median"] for name, times in samples.items()}
             )
-    report("codec", records, arguments)
+    return records
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure, OPTIONS)

@@ -8,16 +8,16 @@ decode 8  one token each of eight answers at once
 The mode's own promise is checked on the way: the answer behind the cached document is the cold one.
 """
 
+from argparse import Namespace
+
 from bench_ttft import QUESTION, document_text
-from harness import alternate, paired_ratio, parse_arguments, report, say, summarize
+from harness import Record, alternate, main, paired_ratio, say, summarize
 
 NUM_NEW = 17  # the first is not decoded
+OPTIONS = {"runs": 5, "words": 2150, "model": "demo", "dtype": "bfloat16"}
 
 
-def main() -> None:
-    arguments = parse_arguments(
-        __doc__, ("--runs", 5), ("--words", 2150), ("--model", "demo"), ("--dtype", "bfloat16")
-    )
+def measure(arguments: Namespace) -> list[Record]:
     from engine import LLM, SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
@@ -60,8 +60,8 @@ def main() -> None:
     say(f"{len(documents['plain'].prompt_token_ids(QUESTION))} prompt tokens")
     samples = alternate(
         {
-            f"{case} {name}": lambda measure=measure, name=name: measure(name)
-            for case, measure in cases.items()
+            f"{case} {name}": lambda run=run, name=name: run(name)
+            for case, run in cases.items()
             for name in engines
         },
         arguments.runs,
@@ -76,8 +76,8 @@ def main() -> None:
             | {f"deterministic_{key}": value for key, value in summarize(mode).items()}
             | {"ratio": paired_ratio(mode, plain)}
         )
-    report("determinism", records, arguments)
+    return records
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure, OPTIONS)

@@ -1,10 +1,10 @@
 """The attention twin on this CPU, beside torch's SDPA as transformers calls it.
 
-    python benchmarks/bench_kernels.py [--json] [--dtype float32] [--runs 7] [--model 1]
+    python benchmarks/bench_kernels.py [--json] [--dtype float32] [--runs 7] [--model]
 
 The shapes are those of the demo model (SmolLM2-135M: 9 heads, 3 KV heads, head_dim 64), one layer:
 a prompt of 3,000 tokens in chunks of 2,048 and 952, a question of 40 on a cached prefix of 3,000,
-decoding at 3,000 alone and for 16 sequences. With ``--model 1`` also whole forwards of a random
+decoding at 3,000 alone and for 16 sequences. With ``--model`` also whole forwards of a random
 model of that shape, which is the ratio that counts.
 
 Ours and theirs take turns, so that what else the machine does hits both; each answer is checked
@@ -15,6 +15,7 @@ transformers does, because that is part of what a request pays there.
 import copy
 import os
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,7 @@ from kernels.paged_decode import paged_decode
 from kernels.paged_prefill import paged_prefill
 from kernels.roofline import attention_work
 
+OPTIONS = {"runs": 7, "dtype": "bfloat16", "model": False}
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_LAYERS = 9, 3, 64, 16, 30
 CASES = {  # name: (sequences, prefix, new tokens)
     "prefill 2048 on 0": (1, 0, 2048),
@@ -198,18 +200,15 @@ def bench_model(dtype: torch.dtype, runs: int) -> list[dict[str, Any]]:
     return [{"case": name, "dtype": dtype_name, **row} for name, row in rows.items()]
 
 
-def main() -> None:
-    arguments = harness.parse_arguments(
-        __doc__, ("--runs", 7), ("--dtype", "bfloat16"), ("--model", 0)
-    )
+def measure(arguments: Namespace) -> list[harness.Record]:
     torch.manual_seed(0)
     dtype = getattr(torch, arguments.dtype)
     with torch.inference_mode():
         records = [bench_attention(name, dtype, arguments.runs) for name in CASES]
         if arguments.model:
             records += bench_model(dtype, arguments.runs)
-    harness.report("kernels", records, arguments)
+    return records
 
 
 if __name__ == "__main__":
-    main()
+    harness.main(__doc__, measure, OPTIONS)

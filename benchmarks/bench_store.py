@@ -14,10 +14,11 @@ import statistics
 import tempfile
 import time
 import tracemalloc
+from argparse import Namespace
 from hashlib import sha256
 
 import numpy as np
-from harness import alternate, paired_ratio, parse_arguments, report, say, summarize
+from harness import Record, alternate, main, paired_ratio, say, summarize
 
 from kvstore.block import BlockLayout, TierName
 from kvstore.config import StoreConfig
@@ -27,7 +28,21 @@ from kvstore.tiers.host import HostPool
 
 NAMESPACE = namespace_id({"model": "bench"})
 SMALL = BlockLayout(num_layers=1, block_size=16, num_kv_heads=1, head_dim=1, dtype="float16")
-GOALS = {"match": 2.5, "bookkeeping": 2.0, "memory": 450, "promotion": 0.8, "cleaning": 1.1}
+GOALS = {
+    "match": {"goal": 2.5, "goal_is": "at most"},
+    "bookkeeping": {"goal": 2.0, "goal_is": "at most"},
+    "memory": {"goal": 450, "goal_is": "at most"},
+    "promotion": {"goal": 0.8, "goal_is": "at least"},
+    "cleaning": {"goal": 1.1, "goal_is": "at most"},
+}
+OPTIONS = {
+    "runs": 9,
+    "tokens": 131_072,
+    "blocks": 1_000_000,
+    "bytes": 100_000_000,
+    "steps": 24,
+    "only": "",
+}
 
 
 def random_tokens(rng: random.Random, count: int) -> bytes:
@@ -71,7 +86,7 @@ def bench_match(num_tokens: int, runs: int) -> dict:
     samples = alternate({"match": match, "bare": bare}, runs)
     store.close()
     ratio = paired_ratio(samples["match"], samples["bare"])
-    return {"case": "match", "tokens": num_tokens, "ratio": ratio, "goal": GOALS["match"]} | {
+    return {"case": "match", "tokens": num_tokens, "ratio": ratio, **GOALS["match"]} | {
         f"{name}_ms": 1e3 * statistics.median(times) for name, times in samples.items()
     }
 
@@ -99,7 +114,7 @@ def bench_bookkeeping(small: int, large: int, runs: int) -> dict:
         assert store.check() == [] if len(store.index) < 50_000 else True
         store.close()
     ratio = paired_ratio(samples[str(large)], samples[str(small)])
-    return {"case": "bookkeeping", "ratio": ratio, "goal": GOALS["bookkeeping"]} | {
+    return {"case": "bookkeeping", "ratio": ratio, **GOALS["bookkeeping"]} | {
         f"us_per_block_at_{size}": 1e6 * statistics.median(times) for size, times in samples.items()
     }
 
@@ -120,7 +135,7 @@ def bench_memory(num_blocks: int) -> dict:
         "case": "memory",
         "blocks": count,
         "bytes_per_block": (after - before) / count - of_tokens,
-        "goal": GOALS["memory"],
+        **GOALS["memory"],
     }
 
 
@@ -180,7 +195,7 @@ def bench_promotion(num_bytes: int, runs: int) -> dict:
         "case": "promotion",
         "bytes": count * layout.block_bytes,
         "share_of_copy": paired_ratio(samples["copy"], samples["promote"]),
-        "goal": GOALS["promotion"],
+        **GOALS["promotion"],
     } | {f"{name}_ms": 1e3 * statistics.median(times) for name, times in samples.items()}
 
 
@@ -218,20 +233,11 @@ def bench_cleaning(steps: int) -> dict:
     return {
         "case": "cleaning",
         "ratio": paired_ratio(samples["cleaning"][1:], samples["without"][1:]),
-        "goal": GOALS["cleaning"],
+        **GOALS["cleaning"],
     } | {f"{name}_step_ms": 1e3 * summarize(times)["median"] for name, times in samples.items()}
 
 
-def main() -> None:
-    arguments = parse_arguments(
-        __doc__,
-        ("--runs", 9),
-        ("--tokens", 131_072),
-        ("--blocks", 1_000_000),
-        ("--bytes", 100_000_000),
-        ("--steps", 24),
-        ("--only", ""),
-    )
+def measure(arguments: Namespace) -> list[Record]:
     few = max(1000, arguments.blocks // 100)
     cases = {
         "match": lambda: bench_match(arguments.tokens, arguments.runs),
@@ -245,8 +251,8 @@ def main() -> None:
     for name in wanted:
         records.append(cases[name]())
         gc.collect()  # a store of a million blocks must not be collected during the next case
-    report("store", records, arguments)
+    return records
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure, OPTIONS)

@@ -12,12 +12,14 @@ import json
 import subprocess
 import sys
 import tempfile
+from argparse import Namespace
 from pathlib import Path
 
-from harness import alternate, paired_ratio, parse_arguments, report, say, summarize
+from harness import Record, alternate, main, paired_ratio, say, summarize
 
 QUESTION = "What is this text about?"
 GOALS = {"device": 1 / 8, "host": 1 / 7, "restart": 1 / 6, "overhead": 1.05}
+OPTIONS = {"runs": 7, "restarts": 5, "words": 2150, "model": "demo", "dtype": "bfloat16"}
 
 RESTART = """
 import json, sys
@@ -38,15 +40,7 @@ def document_text(num_words: int) -> str:
     return " ".join(path.read_text(encoding="utf-8").split(" ")[:num_words])
 
 
-def main() -> None:
-    arguments = parse_arguments(
-        __doc__,
-        ("--runs", 7),
-        ("--restarts", 5),
-        ("--words", 2150),
-        ("--model", "demo"),
-        ("--dtype", "bfloat16"),
-    )
+def measure(arguments: Namespace) -> list[Record]:
     from engine import LLM, SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=1)
@@ -130,15 +124,13 @@ def main() -> None:
     records = [
         {"case": name, "prompt_tokens": num_tokens, "ttft_s": summarize(times)["median"]}
         | summarize(times)
-        | ({"of_cold": ratios[name]} if name in ratios else {})
-        | ({"goal": GOALS[name]} if name in GOALS else {})
+        | ({"ratio": ratios[name], "over": "cold"} if name in ratios else {})
+        | ({"goal": GOALS[name], "goal_is": "at most"} if name in GOALS else {})
         for name, times in [*samples.items(), ("restart", restarts)]
     ]
-    records.append(
-        {"case": "cold over off", "ratio": ratios["overhead"], "goal": GOALS["overhead"]}
-    )
-    report("ttft", records, arguments)
+    overhead = {"case": "cold", "over": "off", "ratio": ratios["overhead"]}
+    return [*records, overhead | {"goal": GOALS["overhead"], "goal_is": "at most"}]
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure, OPTIONS)

@@ -1,7 +1,9 @@
-"""What every benchmark shares: the machine it ran on, summaries of samples, one JSON record a case.
+"""What every benchmark shares: its options, the machine it ran on, summaries, one JSON line a case.
 
-A benchmark checks the answer before it reports a time, alternates its contenders within one run,
-and reports medians and their ratios: on a shared machine a single time says little.
+A benchmark is a file ``bench_NAME.py`` with ``OPTIONS``, the defaults of what it can be asked, and
+``measure(arguments)``, which returns records. It checks the answer before it reports a time,
+alternates its contenders within one run, and reports medians and their ratios: on a shared machine
+a single time says little.
 """
 
 import argparse
@@ -12,11 +14,43 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 _ROOT = Path(__file__).parents[1]
+
+Record = dict[str, Any]
+Measure = Callable[[argparse.Namespace], list[Record]]
+
+# Of every JSON line. A change that would mislead a reader of old lines gets the next number.
+SCHEMA = 1
+_MACHINE = {"cpu": str, "cores": int, "memory_gib": float, "load": float, "python": str}
+
+
+def main(doc: str | None, measure: Measure, options: Mapping[str, Any]) -> None:
+    """What a benchmark does when it is run by itself: options in, records out."""
+    arguments = parse_arguments(doc or "", options)
+    name = Path(sys.argv[0]).stem.removeprefix("bench_").replace("_", "-")
+    report(name, measure(arguments), arguments.json)
+
+
+def parse_arguments(description: str, options: Mapping[str, Any]) -> argparse.Namespace:
+    """``--json``, and an option for each default: ``num_documents`` is ``--num-documents``."""
+    parser = argparse.ArgumentParser(
+        description=description.partition("\n\n")[0],
+        epilog=description.partition("\n\n")[2],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object a line on stdout")
+    for name, default in options.items():
+        flag = f"--{name.replace('_', '-')}"
+        kind = str if default is None else type(default)
+        if kind is bool:
+            parser.add_argument(flag, action="store_true")
+        else:
+            parser.add_argument(flag, type=kind, default=default, help=f"default: {default}")
+    return parser.parse_args()
 
 
 def summarize(samples: Sequence[float]) -> dict[str, float]:
@@ -32,25 +66,6 @@ def summarize(samples: Sequence[float]) -> dict[str, float]:
         "p99": rank(0.99),
         "max": ordered[-1],
         "runs": len(ordered),
-    }
-
-
-def machine() -> dict[str, Any]:
-    """Where a figure comes from: processor, memory, load, commit, versions."""
-    versions = {}
-    for package in ("torch", "transformers", "triton", "lmdb", "numpy"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    return {
-        "cpu": _cpu_name(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "load": os.getloadavg()[0],
-        "python": platform.python_version(),
-        "commit": _commit(),
-        **versions,
     }
 
 
@@ -70,33 +85,104 @@ def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> fl
     return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
 
 
-def parse_arguments(description: str, *more: tuple[str, Any]) -> argparse.Namespace:
-    """``--json``, ``--runs`` and what a benchmark adds as ("--name", default)."""
-    parser = argparse.ArgumentParser(description=description.partition("\n")[0])
-    parser.add_argument("--json", action="store_true", help="one JSON object a line on stdout")
-    for name, default in more:
-        kind = type(default) if default is not None else str
-        parser.add_argument(name, type=kind, default=default, help=f"default: {default}")
-    return parser.parse_args()
+def machine() -> Record:
+    """Where a figure comes from: processor, memory, load, commit, versions."""
+    versions = {}
+    for package in ("torch", "transformers", "triton", "lmdb", "numpy"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    return {
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "load": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "commit": _commit(),
+        **versions,
+    }
 
 
-def report(name: str, records: Sequence[Mapping[str, Any]], arguments: argparse.Namespace) -> None:
-    """Print records as JSON lines, or as a table for people."""
-    if arguments.json:
+def report(name: str, records: Sequence[Mapping[str, Any]], as_json: bool) -> None:
+    """Print records as JSON lines, or as text for people.
+
+    What a record read from disk was in the page cache unless it says otherwise.
+    """
+    where = machine()
+    if as_json:
         for record in records:
-            print(json.dumps({"benchmark": name, **record, "machine": machine()}))
+            line = {"schema": SCHEMA, "benchmark": name, "page_cache": "warm", **record}
+            print(json.dumps({**line, "machine": where}))
         return
-    print(f"{name} on {machine()['cpu']}, {machine()['cores']} cores, load {machine()['load']:.1f}")
+    print(f"{name} on {where['cpu']}, {where['cores']} cores, load {where['load']:.1f}")
     for record in records:
-        print("  " + "  ".join(f"{key} {_text(value)}" for key, value in record.items()))
+        print("  " + "  ".join(f"{key} {text(value)}" for key, value in record.items()))
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def problems(line: Mapping[str, Any]) -> list[str]:
+    """What is wrong with one decoded JSON line; empty when it keeps the schema.
+
+    Every line has ``schema``, ``benchmark``, ``case``, ``page_cache`` and ``machine``; one with a
+    ``goal`` has the ``ratio`` that is held against it, and ``goal_is``: "at most" or "at least".
+    """
+    found = []
+    if line.get("schema") != SCHEMA:
+        found.append(f"schema: expected {SCHEMA}, got {line.get('schema')!r}")
+    where = line.get("machine") or {}
+    typed = {name: (line.get(name), str) for name in ("benchmark", "case", "page_cache")}
+    typed |= {f"machine.{name}": (where.get(name), kind) for name, kind in _MACHINE.items()}
+    found += [
+        f"{name}: expected {kind.__name__}, got {value!r}"
+        for name, (value, kind) in typed.items()
+        if not isinstance(value, kind)
+    ]
+    if line.get("goal") is not None and not (
+        isinstance(line.get("ratio"), float | int) and line.get("goal_is") in _IS_WORSE
+    ):
+        found.append("goal: expected a ratio beside it, and goal_is")
+    return found
 
 
-def _text(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+_IS_WORSE: dict[str, Callable[[float, float, float], bool]] = {
+    "at most": lambda ratio, goal, slack: ratio > goal * slack,
+    "at least": lambda ratio, goal, slack: ratio < goal / slack,
+}
+
+
+def misses_goal(record: Mapping[str, Any], slack: float = 1.0) -> bool:
+    """Whether a record's ratio is worse than ``slack`` times its goal."""
+    if record.get("goal") is None:
+        return False
+    return _IS_WORSE[record["goal_is"]](record["ratio"], record["goal"], slack)
+
+
+def read_results(paths: Iterable[Path]) -> list[Record]:
+    """The lines of result files. Raises ``ValueError`` with file, line and problem."""
+    records = []
+    for path in paths:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}:{number}: not JSON: {error}") from None
+            if wrong := problems(record):
+                raise ValueError(f"{path}:{number}: {'; '.join(wrong)}")
+            records.append(record)
+    return records
+
+
+def say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def text(value: Any) -> str:
+    """A value as people read it."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, Mapping):
+        return " ".join(f"{key}={text(each)}" for key, each in value.items())
+    return str(value)
 
 
 def _cpu_name() -> str:
