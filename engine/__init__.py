@@ -12,11 +12,13 @@ if TYPE_CHECKING:
     from engine.llm import LLM
     from engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
     from engine.sampling_params import SamplingParams
+    from engine.stream import OutputStream
 
 __all__ = [
     "LLM",
     "CompletionOutput",
     "Document",
+    "OutputStream",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
@@ -26,6 +28,7 @@ _MODULES = {
     "LLM": "engine.llm",
     "CompletionOutput": "engine.outputs",
     "Document": "engine.document",
+    "OutputStream": "engine.stream",
     "RequestMetrics": "engine.outputs",
     "RequestOutput": "engine.outputs",
     "SamplingParams": "engine.sampling_params",

@@ -5,6 +5,7 @@ are requests, and otherwise sleeps on one condition that a new command, a finish
 next cleaning deadline wakes.
 """
 
+import contextlib
 import logging
 import math
 import os
@@ -26,7 +27,7 @@ from engine.sampler import sample
 from engine.scheduler import ScheduledSequence, Scheduler
 from engine.sequence import Sequence
 from engine.step_meter import StepMeter
-from kvstore.errors import KVStoreError, StoreClosedError
+from kvstore.errors import ConfigError, KVStoreError, StoreClosedError
 from kvstore.store import BlockStore
 from kvstore.tiers.host import HostPool
 
@@ -95,8 +96,23 @@ class EngineCore:
         """End these requests where they are; unknown and finished ones are passed over."""
         self.call(lambda: self._abort(request_ids))
 
+    def abort_nowait(self, request_ids: list[str]) -> None:
+        """The same, without waiting for it; an engine that is closed has none."""
+        if request_ids and not self.is_closed:
+            with contextlib.suppress(StoreClosedError):
+                self.post(lambda: self._abort(request_ids))
+
+    def look_again(self) -> None:
+        """A reader has caught up: what was paused for it may go on. Does not wait."""
+        with contextlib.suppress(StoreClosedError):
+            self.post(lambda: None)
+
     def call(self, function: Callable[[], T]) -> T:
         """Run a function that does not wait on the step thread, between steps."""
+        return self.post(function).result()
+
+    def post(self, function: Callable[[], T]) -> "Future[T]":
+        """The same, without waiting for it."""
         result: Future[T] = Future()
 
         def command() -> None:
@@ -106,7 +122,7 @@ class EngineCore:
                 result.set_exception(error)
 
         self._post(command, result)
-        return result.result()
+        return result
 
     def wait_for(self, is_true: Callable[[], bool], timeout: float | None = None) -> bool:
         """Wait until a condition of the step thread's state holds; False when time runs out."""
@@ -286,6 +302,8 @@ class EngineCore:
             sequence.append(token)
             if sequence.finish_reason:
                 self._finish(sequence)
+            elif sequence.stream is not None:
+                self._put(self._requests[sequence.request_id], sequence)
         self._finish_prefilled()
 
     def _finish_prefilled(self) -> None:
@@ -295,6 +313,10 @@ class EngineCore:
                 self._finish(sequence)
 
     def _add(self, request: Request) -> None:
+        if request.request_id in self._requests:
+            message = f"request_id: {request.request_id!r} is running already; choose another"
+            request.result.set_exception(ConfigError(message))
+            return
         self._requests[request.request_id] = request
         for sequence in request.sequences:
             self.scheduler.add(sequence)
@@ -311,9 +333,16 @@ class EngineCore:
         sequence.times.finished_at = self._clock()
         self.scheduler.finish(sequence)
         request = self._requests[sequence.request_id]
+        self._put(request, sequence)
         if request.is_finished:
             del self._requests[request.request_id]
             request.result.set_result(request.output())
+
+    def _put(self, request: Request, sequence: Sequence) -> None:
+        """Hand what the sequence has got to whoever reads it as it comes."""
+        if request.stream is not None:
+            metrics = request.metrics(self._clock())
+            request.stream.put(sequence.take_delta(), metrics, is_last=request.is_finished)
 
     def _is_stuck(self) -> bool:
         """Nothing runs, nothing moves or will, and the first request still finds no room."""

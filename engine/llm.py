@@ -1,22 +1,18 @@
 """``LLM``: the blocking front of the engine, with vLLM's names."""
 
 import atexit
-import contextlib
 import inspect
 import os
-import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, overload
 
 # GNU OpenMP's threads spin at barriers by default; a transfer thread that takes a core for a moment
 # then costs a forward many times that moment. Must be set before torch loads the library.
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
-
-import transformers
 
 from engine.chunking import AsFits, WholeChunks
 from engine.config import EngineConfig
@@ -25,11 +21,13 @@ from engine.document import Document, read_document
 from engine.model_loader import LoadedModel, load_model
 from engine.outputs import RequestOutput
 from engine.parts import build_parts
+from engine.progress import answers_bar
 from engine.prompts import Message, Prompt, PromptReader, as_params, as_prompts
 from engine.request import Request
 from engine.request_maker import RequestMaker
 from engine.sampling_params import SamplingParams
 from engine.sequence import CacheOptions, check_salt
+from engine.stream import OutputStream, Stream
 from kvstore.block import TierName
 from kvstore.errors import ConfigError
 from kvstore.events import Event
@@ -84,16 +82,43 @@ class LLM:
 
     # ---- answers -------------------------------------------------------------------------------
 
+    @overload
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        stream: Literal[False] = False,
         cache_salt: str | None = None,
         cache_priority: int = 0,
         cache_priority_ttl_s: float | None = None,
-    ) -> list[RequestOutput]:
+    ) -> list[RequestOutput]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        stream: Literal[True],
+        cache_salt: str | None = None,
+        cache_priority: int = 0,
+        cache_priority_ttl_s: float | None = None,
+    ) -> OutputStream: ...
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        stream: bool = False,
+        cache_salt: str | None = None,
+        cache_priority: int = 0,
+        cache_priority_ttl_s: float | None = None,
+    ) -> list[RequestOutput] | OutputStream:
         """Answer prompts, all as one continuously batched set, in the order they were given.
 
         A prompt is text, a list of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids":
@@ -101,15 +126,26 @@ class LLM:
         Prompts with different ``cache_salt`` never share blocks. Blocks of a lower
         ``cache_priority`` leave the device first; a priority ends after ``cache_priority_ttl_s``.
         Shows a progress bar on a terminal. After Ctrl-C the prompts of this call are aborted.
+
+        With ``stream`` the answers come as an iterator of what is new (``engine.stream``); closing
+        it aborts the rest.
         """
         many = as_prompts(prompts)
         params = as_params(sampling_params, len(many))
         salt = "" if cache_salt is None else cache_salt
         cache = CacheOptions(salt, cache_priority, cache_priority_ttl_s)
+        news = threading.Event()
         requests = [
-            self._requests.make(*self._reader.read(prompt), each, cache)
+            self._requests.make(
+                *self._reader.read(prompt),
+                each,
+                cache,
+                stream=Stream(news.set, self._core.look_again) if stream else None,
+            )
             for prompt, each in zip(many, params, strict=True)
         ]
+        if stream:
+            return OutputStream(self._core, requests, news)
         return self._run(requests, show_progress=use_tqdm)
 
     def chat(
@@ -229,7 +265,8 @@ class LLM:
         try:
             for request in requests:
                 self._core.submit(request)
-            with _progress(len(requests), show_progress) as advance:
+            num_samples = sum(len(request.sequences) for request in requests)
+            with answers_bar(num_samples, show_progress) as advance:
                 while pending:
                     done, pending = wait(pending, return_when=FIRST_COMPLETED)
                     for result in done:
@@ -253,26 +290,6 @@ def _tier_name(tier: str) -> TierName:
     except ValueError:
         names = ", ".join(name.value for name in TierName)
         raise ConfigError(f"tier: expected one of {names}, got {tier!r}") from None
-
-
-@contextlib.contextmanager
-def _progress(total: int, is_wanted: bool) -> Iterator[Callable[[RequestOutput], None]]:
-    """A bar on stderr for people; nothing where it is not a terminal."""
-    if not (is_wanted and total > 1 and sys.stderr.isatty()):
-        yield lambda output: None
-        return
-    bar = transformers.utils.logging.tqdm(total=total, desc="prompts", unit="prompt")
-    cached = tokens = 0
-
-    def advance(output: RequestOutput) -> None:
-        nonlocal cached, tokens
-        cached += output.num_cached_tokens
-        tokens += len(output.prompt_token_ids)
-        bar.set_postfix_str(f"{cached / max(tokens, 1):.0%} of prompt tokens cached")
-        bar.update()
-
-    with bar:
-        yield advance
 
 
 def _close_all() -> None:

@@ -6,12 +6,16 @@ from dataclasses import dataclass, field
 from engine.outputs import RequestMetrics, RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence, SequenceState
+from engine.stream import Stream
 from kvstore.block import TierName
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One prompt. The step thread sets ``result``; a prefill request samples nothing."""
+    """One prompt. The step thread sets ``result``; a prefill request samples nothing.
+
+    stream   where what each step adds is put, None for a request that is only awaited
+    """
 
     request_id: str
     prompt: str | None
@@ -19,6 +23,7 @@ class Request:
     params: SamplingParams
     arrival_s: float
     sequences: list[Sequence]
+    stream: Stream | None = None
     result: "Future[RequestOutput]" = field(default_factory=Future)
 
     @property
@@ -32,14 +37,16 @@ class Request:
             prompt_token_ids=self.prompt_token_ids,
             outputs=[each.output() for each in self.sequences if not each.prefill_only],
             finished=self.is_finished,
-            metrics=self._metrics(),
+            metrics=self.metrics(),
         )
 
-    def _metrics(self) -> RequestMetrics:
-        """Times and counts of the first sample: the prompt counts once."""
+    def metrics(self, now: float = 0.0) -> RequestMetrics:
+        """Times and counts of the first sample: the prompt counts once.
+
+        ``now`` stands for the end of samples that still run."""
         first = self.sequences[0]
         times, arrival = first.times, self.arrival_s
-        end = max(sequence.times.finished_at for sequence in self.sequences)
+        end = max(sequence.times.finished_at or now for sequence in self.sequences)
         cached = {tier.value: (first.cached_tokens or {}).get(tier, 0) for tier in TierName}
         return RequestMetrics(
             ttft_s=max(0.0, times.first_token_at - arrival),

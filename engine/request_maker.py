@@ -11,6 +11,7 @@ from engine.request import Request
 from engine.sampler import make_generator
 from engine.sampling_params import SamplingParams
 from engine.sequence import CacheOptions, Sequence
+from engine.stream import Stream
 from kvstore.errors import ConfigError
 
 
@@ -34,11 +35,13 @@ class RequestMaker:
         cache: CacheOptions,
         *,
         prefill_only: bool = False,
+        request_id: str | None = None,
+        stream: Stream | None = None,
     ) -> Request:
         """Raises ``ConfigError`` for a prompt that the model cannot take."""
         self._check(token_ids, self._loaded.max_model_len - (0 if prefill_only else 1))
         number = next(self._numbers)
-        request_id = str(number)
+        request_id = str(number) if request_id is None else request_id
         most = self._loaded.max_model_len if params.max_tokens is None else params.max_tokens
         seed = self._seed + number if params.seed is None else params.seed
         samples = [
@@ -54,10 +57,12 @@ class RequestMaker:
                 detokenizer=self._detokenizer(token_ids, params),
                 generator=None if params.is_greedy else make_generator(seed + index),
                 prefill_only=prefill_only,
+                stream=stream,
             )
             for index in range(1 if prefill_only else params.n)
         ]
-        return Request(request_id, text, list(token_ids), params, time.monotonic(), samples)
+        arrival_s = time.monotonic()
+        return Request(request_id, text, list(token_ids), params, arrival_s, samples, stream)
 
     def _check(self, token_ids: Tokens[int], limit: int) -> None:
         if not token_ids:

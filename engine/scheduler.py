@@ -33,6 +33,7 @@ class Scheduler:
     waiting     not admitted yet, in order of arrival; preempted sequences stand in front
     promoting   admitted, their blocks are on their way to the device
     running     admitted, in order of admission
+    paused      not read by their readers; they hold no blocks and queue again in front
 
     ``chunking`` says how many tokens of a sequence a step computes.
     """
@@ -56,18 +57,20 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.promoting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.paused: list[Sequence] = []
         self._being_computed: Counter[bytes] = Counter()  # keys of blocks under way in prefills
         self.num_preemptions = 0
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.promoting or self.running)
+        return bool(self.waiting or self.promoting or self.running or self.paused)
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
     def schedule(self) -> list[ScheduledSequence]:
         """The next step's batch; empty when everything waits for a transfer."""
+        self._pause_and_resume()
         self._collect_promoted()
         budget = self._max_num_batched_tokens
         batch: list[ScheduledSequence] = []
@@ -83,7 +86,7 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, whatever its state, and give its blocks back."""
-        for queue in (self.waiting, self.promoting, self.running):
+        for queue in (self.waiting, self.promoting, self.running, self.paused):
             if sequence in queue:
                 queue.remove(sequence)
         self._let_go(sequence)
@@ -243,6 +246,18 @@ class Scheduler:
         self._let_go(sequence)
         sequence.state = SequenceState.WAITING
         self.waiting.insert(0, sequence)
+
+    def _pause_and_resume(self) -> None:
+        """Whose reader is far behind leaves its room to others until it has been read."""
+        for sequence in [each for each in self.running if each.is_ahead]:
+            self.running.remove(sequence)
+            self._let_go(sequence)
+            sequence.state = SequenceState.PAUSED
+            self.paused.append(sequence)
+        for sequence in [each for each in self.paused if not each.is_ahead]:
+            self.paused.remove(sequence)
+            sequence.state = SequenceState.WAITING
+            self.waiting.insert(0, sequence)
 
     def _let_go(self, sequence: Sequence, *, keep_lookup: bool = False) -> None:
         if sequence.lease is not None:

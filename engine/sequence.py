@@ -9,6 +9,7 @@ from engine.detokenizer import Detokenizer
 from engine.outputs import CompletionOutput, Logprob
 from engine.sampler import SampledToken, SampleRequest
 from engine.sampling_params import SamplingParams
+from engine.stream import Stream
 from kvstore.block import TierName
 from kvstore.cost import LoadDecision
 from kvstore.errors import ConfigError
@@ -31,6 +32,7 @@ class SequenceState(Enum):
     PROBING = auto()  # disk is asked for the rest of its prefix
     PROMOTING = auto()  # blocks of its prefix are on their way to the device
     RUNNING = auto()
+    PAUSED = auto()  # its reader is far behind
     FINISHED = auto()
 
 
@@ -82,6 +84,8 @@ class Sequence:
     cached_tokens  of the prompt, by tier, as first matched
     load_decision  what of it was to be loaded, and why
     prefill_only   computes its tokens and samples none
+    stream         of its request, where what it adds is put
+    num_delivered  output tokens that were put there
     """
 
     request_id: str
@@ -95,6 +99,7 @@ class Sequence:
     detokenizer: Detokenizer | None
     generator: torch.Generator | None
     prefill_only: bool = False
+    stream: Stream | None = None
     state: SequenceState = SequenceState.WAITING
     lookup: Lookup | None = None
     lease: Lease | None = None
@@ -106,6 +111,7 @@ class Sequence:
     stop_reason: str | int | None = None
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     token_bytes: bytearray = field(default_factory=bytearray)
+    num_delivered: int = 0
 
     def __post_init__(self) -> None:
         self.token_bytes += encode_tokens(self.token_ids)
@@ -150,6 +156,29 @@ class Sequence:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             logprobs=self.logprobs if self.params.logprobs is not None else None,
+        )
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether its reader is to catch up before it goes on."""
+        return self.stream is not None and self.stream.is_full
+
+    def take_delta(self) -> CompletionOutput:
+        """What was added since the last call. Text that may become a stop string stays back until
+        it cannot, or the sample is finished."""
+        start = self.num_delivered
+        token_ids = self.token_ids[self.num_prompt + start :]
+        self.num_delivered += len(token_ids)
+        text = ""
+        if self.detokenizer is not None:
+            text = self.detokenizer.take_delta(is_finished=self.finish_reason is not None)
+        return CompletionOutput(
+            index=self.index,
+            text=text,
+            token_ids=token_ids,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            logprobs=self.logprobs[start:] if self.params.logprobs is not None else None,
         )
 
     def _named_logprobs(self, token: SampledToken) -> dict[int, Logprob]:
