@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import lmdb
 
-from kvstore.disk import schema, startup
+from kvstore.disk import departures, schema, startup
 from kvstore.disk.attach import Attachment, Header, boot_id
 from kvstore.disk.gate import Gate
 from kvstore.disk.schema import Head, SealError, Usage
@@ -208,6 +208,7 @@ class Environment:
             txn.put(schema.SCHEMA_KEY, str(schema.SCHEMA_VERSION).encode(), db=meta)
             txn.put(schema.UUID_KEY, uuid.uuid4().bytes, db=meta)
             txn.put(schema.HEAD_KEY, head.encode(), db=meta)
+            departures.begin(txn, meta)
 
     def _take_handles(self) -> Head | None:
         """Take all handles; the head, or None where it is damaged (the writer rebuilds it)."""

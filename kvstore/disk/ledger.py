@@ -16,7 +16,8 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from kvstore.block import PutOutcome
-from kvstore.disk import schema
+from kvstore.disk import departures, schema
+from kvstore.disk.departures import Departure
 from kvstore.disk.environment import Environment
 from kvstore.disk.schema import Head, Record, SealError, Usage
 
@@ -51,6 +52,7 @@ class Ledger:
         self.num_changes = 0
         self.freed_pages = 0  # of payloads; usable by the transaction after the next
         self.removed: list[tuple[bytes, bytes, bytes]] = []  # namespace, salt, key of good blocks
+        self._left: list[tuple[bytes, Departure]] = []
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -125,6 +127,7 @@ class Ledger:
             now,
             schema.encode_order(order),
             False,
+            0,
         )
         if existing is not None:  # bad: it has children, and its payload is gone
             self._count(key, existing, -1)
@@ -147,7 +150,7 @@ class Ledger:
         self._txn.delete(record.order, db=self._env.recency)
         return True
 
-    def drop(self, key: bytes, record: Record) -> bytes | None:
+    def drop(self, key: bytes, record: Record, why: Departure) -> bytes | None:
         """Remove a block without children; its parent may become a leaf.
 
         A bad parent left without children goes too. Returns the order at which an ancestor became a
@@ -160,7 +163,7 @@ class Ledger:
             txn.delete(record.parent, key, db=env.children)
             txn.delete(record.order, db=env.recency)
             self._new_leaves.pop(key, None)
-            self._count(key, record, -1)
+            self._leave(key, record, why)
             if record.depth == 0 or self.has_children(record.parent):
                 return None
             key = record.parent
@@ -172,13 +175,13 @@ class Ledger:
                 return parent.order
             record = parent
 
-    def discard(self, key: bytes, record: Record) -> None:
+    def discard(self, key: bytes, record: Record, why: Departure) -> None:
         """Remove a block's bytes: all of it when nothing hangs below, else it becomes bad."""
         if not self.has_children(key):
-            self.drop(key, record)
+            self.drop(key, record, why)
         elif not record.is_bad:
             self._txn.delete(key, db=self._env.payload)
-            self._count(key, record, -1)
+            self._leave(key, record, why)
             bad = record._replace(is_bad=True)
             value = schema.encode_record(key, bad)
             self._txn.put(key, value, db=self._env.index)
@@ -186,9 +189,15 @@ class Ledger:
 
     def touch(self, key: bytes, record: Record, order: int, now: float) -> None:
         """The block was used: ``order`` replaces its old one."""
-        touched = record._replace(touched=now, order=schema.encode_order(order))
+        touched = record._replace(
+            touched=now, order=schema.encode_order(order), hits=record.hits + 1
+        )
         value = schema.encode_record(key, touched)
         self._txn.put(key, value, db=self._env.index)
+        grown = len(value) - len(schema.encode_record(key, record))
+        if grown:
+            self.head.total.num_bytes += grown
+            self.usage(record.namespace, record.salt).num_bytes += grown
         if self._txn.delete(record.order, db=self._env.recency):  # a leaf
             self._txn.put(touched.order, key, db=self._env.recency)
 
@@ -220,7 +229,7 @@ class Ledger:
                 continue
             freed += self.block_pages(record.nbytes)
             self.num_evicted += 1
-            new_leaf = self.drop(key, record)
+            new_leaf = self.drop(key, record, Departure.EVICTED)
             if new_leaf is not None and new_leaf < position:
                 position = new_leaf
         return freed
@@ -246,16 +255,20 @@ class Ledger:
 
     # --- counters ---------------------------------------------------------------------------------
 
+    def _leave(self, key: bytes, record: Record, why: Departure) -> None:
+        """Count a block out. Of a bad one there was nothing left to lose."""
+        self._count(key, record, -1)
+        if not record.is_bad:
+            self.freed_pages += self.block_pages(record.nbytes)
+            self.removed.append((bytes(record.namespace), bytes(record.salt), bytes(key)))
+            self._left.append((bytes(key), why))
+
     def _count(
         self, key: bytes, record: Record, sign: int, record_bytes: int | None = None
     ) -> None:
         self.num_changes += 1
         if record_bytes is None:
             record_bytes = len(schema.encode_record(key, record))
-        if sign < 0 and not record.is_bad:
-            self.freed_pages += self.block_pages(record.nbytes)
-        if sign < 0 and not record.is_bad:
-            self.removed.append((bytes(record.namespace), bytes(record.salt), bytes(key)))
         self.head.total.add(record, record_bytes, sign)
         self.usage(record.namespace, record.salt).add(record, record_bytes, sign)
 
@@ -272,6 +285,9 @@ class Ledger:
             else:
                 txn.delete(key, db=env.meta)
         self._usage.clear()
+        if self._left:
+            departures.note(txn, env.meta, self._left, cache_pages=env.map_pages)
+            self._left.clear()
         self.head.evicted += self.num_evicted
         txn.put(schema.HEAD_KEY, self.head.encode(), db=env.meta)
 

@@ -73,6 +73,7 @@ class Record(NamedTuple):
     payload_bytes  bytes after decoding
     checksum       xxh3-128 of the stored bytes
     is_bad         the payload is gone; the record stays for its children, until it is put anew
+    hits           uses that were recorded, at most one in each touch interval
     """
 
     parent: bytes
@@ -89,9 +90,11 @@ class Record(NamedTuple):
     touched: float
     order: bytes
     is_bad: bool
+    hits: int
 
 
 _NUM_FIELDS = len(Record._fields)
+_WITHOUT_HITS = _NUM_FIELDS - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +108,8 @@ class DiskEntry:
 
 
 def encode_record(key: bytes, record: Record) -> bytes:
-    body: bytes = msgpack.packb(record)
+    # Without the last field while it is 0: most blocks, and all those of older caches.
+    body: bytes = msgpack.packb(record if record.hits else record[:-1])
     return xxhash.xxh3_128_digest(key + body) + body
 
 
@@ -127,6 +131,8 @@ def read_record(value: Any) -> Record:
         fields = msgpack.unpackb(value[SEAL_BYTES:], use_list=False)
     except (ValueError, msgpack.UnpackException) as error:
         raise SealError from error
+    if isinstance(fields, tuple) and len(fields) == _WITHOUT_HITS:
+        fields += (0,)
     if not isinstance(fields, tuple) or len(fields) != _NUM_FIELDS:
         raise SealError
     return tuple.__new__(Record, fields)

@@ -15,6 +15,7 @@ from kvstore.config import DiskConfig
 from kvstore.disk import schema
 from kvstore.disk.changes import LOCKED_OUT_WAIT_S, Changes
 from kvstore.disk.codec import RAW, get_codec
+from kvstore.disk.departures import Departure
 from kvstore.disk.environment import Environment, State
 from kvstore.disk.ledger import Ledger, Prepared
 from kvstore.disk.reader import Suspect
@@ -321,7 +322,7 @@ def _mark_bad(ledger: Ledger, suspects: Iterable[Suspect]) -> None:
         record = ledger.record(ref.key)  # raises for an unreadable one: rebuild
         # Another process may have removed it, or written it anew, since the reader met it.
         if record is not None and seen is not None and record.created == seen.created:
-            ledger.discard(ref.key, record)
+            ledger.discard(ref.key, record, Departure.CORRUPT)
 
 
 def _touch(ledger: Ledger, keys: Sequence[bytes], now: float) -> int:
@@ -341,5 +342,5 @@ def _remove(ledger: Ledger, keys: Sequence[bytes]) -> int:
     for key, _ in present:
         current = ledger.record(key)  # a bad one may have gone with its last child
         if current is not None:
-            ledger.discard(key, current)
+            ledger.discard(key, current, Departure.REMOVED)
     return sum(not record.is_bad for _, record in present)

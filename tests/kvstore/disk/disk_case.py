@@ -34,7 +34,7 @@ IDENTITY = {
 }
 NAMESPACE = namespace_id(IDENTITY)
 FIELDS = ("parent", "tokens", "depth", "namespace", "salt", "num_tokens", "nbytes")
-FIELDS += ("payload_bytes", "codec", "checksum", "created", "touched", "order", "is_bad")
+FIELDS += ("payload_bytes", "codec", "checksum", "created", "touched", "order", "is_bad", "hits")
 
 
 class Blocks:
@@ -226,7 +226,9 @@ def _read_raw(directory: Path) -> dict[str, Any]:
     index = {}
     for key, value in tables["index"]:
         assert xxhash.xxh3_128_digest(key + value[16:]) == value[:16], key.hex()
-        index[key] = dict(zip(FIELDS, msgpack.unpackb(value[16:]), strict=True))
+        fields = msgpack.unpackb(value[16:])
+        fields += [0] * (len(fields) == len(FIELDS) - 1)  # without hits
+        index[key] = dict(zip(FIELDS, fields, strict=True))
         index[key]["length"] = len(value)
     usage, head = {}, []
     for key, value in tables["meta"]:
