@@ -1,6 +1,8 @@
+import shutil
+
+import huggingface_hub
 import pytest
 import torch
-from gguf import MODEL_ARCH, GGUFWriter, get_tensor_name_map
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -119,6 +121,24 @@ def test_a_tokenizer_may_come_from_elsewhere_or_not_at_all(directory, tmp_path):
         load_model(str(tmp_path))
 
 
+def test_a_hub_id_is_found_in_the_hubs_cache_without_a_network(directory, tmp_path, monkeypatch):
+    kept = tmp_path / "models--someone--tiny"
+    shutil.copytree(directory, kept / "snapshots" / "0123abcd")
+    (kept / "refs").mkdir()
+    for ref in ("main", "v2"):
+        (kept / "refs" / ref).write_text("0123abcd")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    here, there = load_model(directory), load_model("someone/tiny")
+    assert there.name == "someone/tiny"
+    assert there.tokenizer.encode("a") == here.tokenizer.encode("a")
+    assert namespace_id(there.identity) == namespace_id(here.identity)
+    assert load_model("someone/tiny", revision="v2", skip_tokenizer_init=True).vocab_size == 300
+    for missing in ({"revision": "v3"}, {"model": "someone/else"}):
+        with pytest.raises(ConfigError, match=r"cannot be fetched .* check the name and the conn"):
+            load_model(**{"model": "someone/tiny"} | missing)
+
+
 def test_a_missing_directory_is_one_line(tmp_path):
     with pytest.raises(ConfigError, match="absent") as caught:
         load_model(str(tmp_path / "absent"))
@@ -171,31 +191,6 @@ def test_a_wrong_setting_is_refused_by_name(directory, setting, message):
 def test_a_device_that_is_not_there_is_refused(directory):
     with pytest.raises(ConfigError, match=r"^device: cuda was asked for, but torch finds no CUDA"):
         load_model(directory, device="cuda")
-
-
-def test_a_gguf_file_loads_unpacked(tmp_path):
-    model = LlamaForCausalLM(LlamaConfig(**SMALL))
-    writer = GGUFWriter(tmp_path / "tiny.gguf", "llama")
-    writer.add_context_length(128)
-    writer.add_embedding_length(32)
-    writer.add_block_count(2)
-    writer.add_feed_forward_length(48)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_vocab_size(300)
-    writer.add_layer_norm_rms_eps(1e-6)
-    names = get_tensor_name_map(MODEL_ARCH.LLAMA, 2)
-    for name, tensor in model.state_dict().items():
-        writer.add_tensor(names.get_name(name, (".weight",)), tensor.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    loaded = load_model(str(tmp_path / "tiny.gguf"), skip_tokenizer_init=True)
-    assert loaded.layout.shape == (2, 2, 16, 2, 8)
-    assert loaded.layout.dtype == "float32"
-    mlp = loaded.model.model.layers[1].mlp
-    assert torch.equal(mlp.up_proj.weight, model.model.layers[1].mlp.up_proj.weight)
 
 
 @pytest.mark.parametrize("length", [8, 9, 24])

@@ -1,197 +1,20 @@
-"""Packed, chunked and decoded on a paged pool, every architecture gives what it gives eagerly.
+"""Packed, chunked and decoded on a paged pool, every architecture gives what it gives eagerly."""
 
-``SUPPORTED`` is the table of docs/models.md. The models are tiny and random, their weights spread
-widely enough that the output depends on all of the input.
-"""
-
-import re
 import threading
-from pathlib import Path
 
 import pytest
 import torch
-import transformers
+from architectures import SUPPORTED, VOCAB, WINDOW, assert_close, eager_logits, load, tokens
 
-from engine.attention import PAGED
-from engine.model_loader import LoadedModel, prepare_model
+from engine.model_loader import LoadedModel
 from engine.model_runner import ModelRunner, SequenceStep
 from kvstore.errors import ConfigError
-
-VOCAB = 97
-BLOCK = 8
-WINDOW = 24
-MAX_LEN = 128
-
-COMMON = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": MAX_LEN,
-    "initializer_range": 0.3,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-GPT2_STYLE = {
-    "vocab_size": VOCAB,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": MAX_LEN,
-    "initializer_range": 0.3,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-SLIDING = {"sliding_window": WINDOW}
-MIXED = {"sliding_window": WINDOW, "num_hidden_layers": 4}
-
-
-def rope(rope_type: str, **parameters) -> dict:
-    return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 10000.0, **parameters}}
-
-
-SUPPORTED = {
-    "Llama": ("LlamaConfig", COMMON),
-    "Llama, untied, attention bias": (
-        "LlamaConfig",
-        COMMON | {"tie_word_embeddings": False, "attention_bias": True},
-    ),
-    "Llama, tied": ("LlamaConfig", COMMON | {"tie_word_embeddings": True}),
-    "Llama, linear rope": ("LlamaConfig", COMMON | rope("linear", factor=2.0)),
-    "Llama, YaRN rope": (
-        "LlamaConfig",
-        COMMON | rope("yarn", factor=4.0, original_max_position_embeddings=32),
-    ),
-    "Llama, llama3 rope": (
-        "LlamaConfig",
-        COMMON
-        | rope(
-            "llama3",
-            factor=4.0,
-            low_freq_factor=1.0,
-            high_freq_factor=4.0,
-            original_max_position_embeddings=32,
-        ),
-    ),
-    "Llama, dynamic rope (frozen)": (
-        "LlamaConfig",
-        COMMON | {"max_position_embeddings": 32} | rope("dynamic", factor=4.0),
-    ),
-    "Mistral": ("MistralConfig", COMMON | SLIDING),
-    "Mixtral": ("MixtralConfig", COMMON | {"num_local_experts": 4}),
-    "Qwen2": ("Qwen2Config", COMMON),
-    "Qwen3": ("Qwen3Config", COMMON | {"head_dim": 16}),
-    "Qwen3-MoE": (
-        "Qwen3MoeConfig",
-        COMMON
-        | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
-    ),
-    "Gemma-2": ("Gemma2Config", COMMON | MIXED | {"head_dim": 8, "query_pre_attn_scalar": 8}),
-    "Gemma-3": (
-        "Gemma3TextConfig",
-        COMMON
-        | MIXED
-        | {"head_dim": 8, "query_pre_attn_scalar": 8}
-        | {"layer_types": ["sliding_attention", "full_attention"] * 2},
-    ),
-    "Phi": ("PhiConfig", COMMON),
-    "Phi-3": ("Phi3Config", COMMON),
-    "Phi-3, longrope (frozen)": (
-        "Phi3Config",
-        COMMON
-        | {"original_max_position_embeddings": 32}
-        | rope(
-            "longrope",
-            short_factor=[1.0, 1.1, 1.2, 1.3],
-            long_factor=[1.0, 2.0, 3.0, 4.0],
-            original_max_position_embeddings=32,
-        ),
-    ),
-    "OLMo-2": ("Olmo2Config", COMMON),
-    "OLMo-3": ("Olmo3Config", COMMON | MIXED),
-    "Granite": (
-        "GraniteConfig",
-        COMMON
-        | {"attention_multiplier": 0.2, "residual_multiplier": 0.5}
-        | {"embedding_multiplier": 2.0, "logits_scaling": 2.0},
-    ),
-    "StableLM": ("StableLmConfig", COMMON),
-    "Nemotron": ("NemotronConfig", COMMON),
-    "Cohere": ("CohereConfig", COMMON),
-    "Cohere-2": ("Cohere2Config", COMMON | MIXED),
-    "GLM-4": ("Glm4Config", COMMON | {"head_dim": 8}),
-    "ERNIE-4.5": ("Ernie4_5Config", COMMON | {"head_dim": 8}),
-    "EXAONE-4": ("Exaone4Config", COMMON | MIXED),
-    "SmolLM3": ("SmolLM3Config", COMMON | {"num_hidden_layers": 4}),
-    "Starcoder2": ("Starcoder2Config", COMMON | SLIDING),
-    "GPT-NeoX": ("GPTNeoXConfig", COMMON),
-    "GPT-2": ("GPT2Config", GPT2_STYLE),
-    "GPT-J": ("GPTJConfig", GPT2_STYLE | {"rotary_dim": 4}),
-    "GPT-BigCode": ("GPTBigCodeConfig", GPT2_STYLE),
-    "OPT": (
-        "OPTConfig",
-        {
-            "vocab_size": VOCAB,
-            "hidden_size": 32,
-            "word_embed_proj_dim": 32,
-            "ffn_dim": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "max_position_embeddings": MAX_LEN,
-            "init_std": 0.3,
-        },
-    ),
-    "Persimmon": ("PersimmonConfig", COMMON),
-    "gpt-oss": (
-        "GptOssConfig",
-        COMMON
-        | MIXED
-        | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
-        | {"layer_types": ["sliding_attention", "full_attention"] * 2}
-        | rope("yarn", factor=4.0, original_max_position_embeddings=32),
-    ),
-}
-
-
-def load(name: str, dtype: torch.dtype = torch.float32, **arguments) -> LoadedModel:
-    config_class, settings = SUPPORTED[name]
-    torch.manual_seed(0)
-    config = getattr(transformers, config_class)(**settings)
-    network = transformers.AutoModelForCausalLM.from_config(
-        config, attn_implementation="eager", dtype=dtype
-    )
-    arguments = {"block_size": BLOCK, "max_model_len": MAX_LEN} | arguments
-    return prepare_model(network, None, name=name, **arguments)
-
-
-def eager_logits(loaded: LoadedModel, token_ids: list[int]) -> torch.Tensor:
-    loaded.model.set_attn_implementation("eager")
-    try:
-        with torch.inference_mode():
-            ids = torch.tensor([token_ids])
-            return loaded.model(input_ids=ids, use_cache=False).logits[0].float()
-    finally:
-        loaded.model.set_attn_implementation(PAGED)
 
 
 def make_pool(loaded: LoadedModel, num_blocks: int = 40) -> torch.Tensor:
     """Nothing in it is a number: what nobody wrote must not reach any output."""
     shape = (num_blocks, *loaded.layout.shape)
     return torch.full(shape, torch.nan, dtype=loaded.dtype, device=loaded.device)
-
-
-def tokens(count: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, VOCAB, (count,), generator=generator).tolist()
-
-
-def assert_close(got: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-4) -> None:
-    assert got.shape == expected.shape
-    spread = expected.max() - expected.min()
-    assert (got - expected).abs().max() <= tolerance * spread
 
 
 class Workload:
@@ -234,13 +57,6 @@ def test_paged_steps_equal_the_eager_forward(name):
         ]
         assert_close(got, torch.cat(rows))
     assert work.done == [45, 23, 33]
-
-
-def test_documented_architectures_are_the_tested_ones():
-    document = Path(__file__).parents[2] / "docs" / "models.md"
-    supported = document.read_text().partition("## Refused")[0]
-    rows = re.findall(r"^\| `(.+?)` \|", supported, re.MULTILINE)
-    assert rows == list(SUPPORTED)
 
 
 def test_execute_returns_the_last_logits_of_those_that_want_them():

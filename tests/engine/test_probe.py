@@ -1,6 +1,8 @@
 """The probe refuses what would give wrong answers on a paged cache, and says why."""
 
 import functools
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -134,6 +136,22 @@ def test_a_model_that_cannot_run_paged_is_refused_with_its_reason(name):
     message = f"^model {name}: cannot run on a paged KV cache: {reason}; docs/models.md"
     with pytest.raises(ConfigError, match=message):
         prepare_model(network, None, name=name)
+
+
+def test_an_encoder_decoder_is_refused():
+    network = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+    )
+    with pytest.raises(ConfigError, match="it is an encoder-decoder model"):
+        prepare_model(network, None, name="T5")
+
+
+def test_documented_refusals_are_the_tested_ones():
+    document = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    table = document.partition("## Refused")[2].partition("##")[0]
+    rows = re.findall(r"^\| (?!Arch|-)(.+?) \|", table, re.MULTILINE)
+    named = {name.removesuffix(" and other encoders") for row in rows for name in row.split(", ")}
+    assert named == {*REFUSED, "encoder-decoder models"}
 
 
 def llama(**changes) -> LlamaForCausalLM:
