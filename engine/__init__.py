@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from engine.async_llm import AsyncLLM
     from engine.document import Document
     from engine.llm import LLM
     from engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "Document",
     "OutputStream",
@@ -25,6 +27,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "AsyncLLM": "engine.async_llm",
     "LLM": "engine.llm",
     "CompletionOutput": "engine.outputs",
     "Document": "engine.document",

@@ -150,6 +150,11 @@ class EngineCore:
     def is_closed(self) -> bool:
         return self._closing or self._is_closed
 
+    def check_running(self) -> None:
+        """Raises ``StoreClosedError`` where the engine is closed, or what ended it."""
+        if self.is_closed:
+            raise self._closed_error()
+
     def _post(self, command: Callable[[], None], result: "Future[Any]") -> None:
         if os.getpid() != self._pid:
             raise StoreClosedError("the engine belongs to the process that made it: make one here")

@@ -42,9 +42,10 @@ class Document:
         self._cache = cache
         tokenizer = llm._reader.need_tokenizer("a document")
         before, between, after = _template_parts(tokenizer)
-        self._prefix = _encode(tokenizer, before, is_template=True) + _encode(tokenizer, text)
-        self._between = _encode(tokenizer, between, is_template=True)
-        self._after = _encode(tokenizer, after, is_template=True)
+        encode = llm._reader.encode
+        self._prefix = encode(before, is_template=True) + encode(text)
+        self._between = encode(between, is_template=True)
+        self._after = encode(after, is_template=True)
         least = len(self._prefix) + len(self._between) + len(self._after) + 2
         if least > llm.max_model_len:
             raise ConfigError(
@@ -125,7 +126,7 @@ class Document:
         """The whole prompt of one question."""
         if not question.strip():
             raise ConfigError("the question is empty")
-        return self._prefix + self._between + _encode(self._llm.tokenizer, question) + self._after
+        return self._prefix + self._between + self._llm._reader.encode(question) + self._after
 
     def residency(self) -> dict[str, int]:
         """Tokens of the document by the fastest tier that holds them now; the rest is in none."""
@@ -168,11 +169,3 @@ def _template_parts(tokenizer: Any) -> tuple[str, str, str]:
     if not (before or between) or rendered.count(_DOCUMENT) != 1:
         raise ConfigError("the model's chat template does not print the user's message once")
     return before, between, after
-
-
-def _encode(tokenizer: Any, text: str, *, is_template: bool = False) -> list[int]:
-    return list(
-        tokenizer(
-            text, add_special_tokens=False, split_special_tokens=not is_template, verbose=False
-        )["input_ids"]
-    )

@@ -4,6 +4,7 @@ Everything wrong with it is found here, in the caller's thread: ``ConfigError`` 
 """
 
 import operator
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,10 +16,12 @@ Message = Mapping[str, Any]
 
 
 class PromptReader:
-    """Reads prompts for one model. ``tokenizer`` is None where the engine has none."""
+    """Reads prompts for one model. ``tokenizer`` is None where the engine has none. Any thread."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
+        # Whether special tokens are read is a state of the tokenizer that each call sets first.
+        self._encoding = threading.Lock()
 
     def need_tokenizer(self, what: str) -> Any:
         if self.tokenizer is None:
@@ -38,7 +41,8 @@ class PromptReader:
             prompt = next(iter(prompt.values()))
         if isinstance(prompt, str):
             tokenizer = self.need_tokenizer("a text prompt")
-            return prompt, list(tokenizer(prompt, verbose=False)["input_ids"])
+            with self._encoding:
+                return prompt, list(tokenizer(prompt, verbose=False)["input_ids"])
         if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
             raise ConfigError(f"a prompt is text or a list of token ids, got {prompt!r}")
         try:
@@ -52,14 +56,27 @@ class PromptReader:
     def read_messages(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, up to where the model's next message begins."""
         tokenizer = self.need_tokenizer("chat()")
-        return list(
-            tokenizer.apply_chat_template(
-                [as_message(message) for message in messages],
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=False,
+        conversation = [as_message(message) for message in messages]
+        with self._encoding:
+            return list(
+                tokenizer.apply_chat_template(
+                    conversation, add_generation_prompt=True, tokenize=True, return_dict=False
+                )
             )
-        )
+
+    def encode(self, text: str, *, is_template: bool = False) -> list[int]:
+        """A part of a prompt, without what a tokenizer puts around a whole one.
+
+        Only in text of a template are special tokens read as such: a user's text that looks like
+        one stays text."""
+        with self._encoding:
+            encoded = self.need_tokenizer("a text")(
+                text,
+                add_special_tokens=False,
+                split_special_tokens=not is_template,
+                verbose=False,
+            )
+        return list(encoded["input_ids"])
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
