@@ -5,7 +5,6 @@ from reusing pages for long; what changes while they run is seen or not. Nothing
 or imports torch.
 """
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,30 +12,23 @@ from typing import Any
 import numpy as np
 
 from kvstore.disk import places, schema
-from kvstore.disk.archive import export_documents, import_documents
+from kvstore.disk.carry import export_documents, import_documents
 from kvstore.disk.compact import compact
 from kvstore.disk.environment import Environment
+from kvstore.disk.evict import evict
 from kvstore.disk.schema import Head, Record, SealError, Usage
-from kvstore.disk.selection import (
-    continuations,
-    find_block,
-    matching_namespaces,
-    only_for,
-    read_records,
-    unused_since,
-)
-from kvstore.disk.slices import existing, reading, slices
-from kvstore.disk.store import open_for_change
+from kvstore.disk.selection import matching_namespaces
+from kvstore.disk.slices import reading, slices
 from kvstore.disk.structure import DATA_FILE
 from kvstore.disk.verify import verify
-from kvstore.errors import ConfigError, TierBrokenError
+from kvstore.errors import TierBrokenError
 
 __all__ = [
     "compact",
+    "evict",
     "export_documents",
     "import_documents",
     "list_blocks",
-    "remove",
     "summarize",
     "verify",
 ]
@@ -158,42 +150,3 @@ def _row(key: bytes, record: Record, *, with_tokens: bool) -> dict[str, Any]:
         tokens = record.tokens if record.num_tokens else b""
         row["token_ids"] = np.frombuffer(tokens, "<u4").tolist()
     return row
-
-
-def remove(
-    path: str | Path,
-    *,
-    namespace: str | None = None,
-    unused_for_s: float | None = None,
-    document: str | None = None,
-    dry_run: bool = False,
-) -> dict[str, int]:
-    """Drop what all given conditions choose: ``{"blocks", "bytes"}``. At least one is needed.
-
-    namespace     the beginning of an id, or a model's name
-    unused_for_s  not used for this long, nor anything that continues it
-    document      the beginning of a block's key (hex): that block, all that continues it, and the
-                  ancestors that nothing else continues
-
-    The bytes stay in freed pages until those are reused, or the cache is compacted.
-    """
-    if namespace is None and unused_for_s is None and document is None:
-        raise ConfigError("remove: expected a namespace, an age or a document; nothing was given")
-    with reading(path) as env:
-        if env is None:
-            return {"blocks": 0, "bytes": 0}
-        records = read_records(env, namespace)
-    chosen = set(records)
-    if unused_for_s is not None:
-        chosen &= unused_since(records, time.time() - unused_for_s)
-    if document is not None:
-        key = find_block(records, document)
-        below = continuations(records, key)
-        chosen &= below | only_for(records, below, key)
-    good = [records[key] for key in chosen if not records[key].is_bad]
-    counts = {"blocks": len(good), "bytes": sum(record.nbytes for record in good)}
-    if chosen and not dry_run:
-        deepest_first = sorted(chosen, key=lambda key: records[key].depth, reverse=True)
-        with open_for_change(existing(path, is_read_only=False)) as store:
-            counts["blocks"] = store.remove(deepest_first)
-    return counts

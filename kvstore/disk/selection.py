@@ -1,38 +1,171 @@
-"""Which blocks a command means: by namespace, by age, by document. Reads only.
+"""Which blocks a command means: by namespace, by age, by document, by size. Reads only.
 
 A document on disk is a path in the tree of blocks. It is named by (the beginning of) the key of any
 block on it, and what continues that block is meant, too.
+
+A block can only go with everything that continues it. So a choice walks the tree from its leaves
+up, and a block is chosen when all conditions hold for it and for what is below it.
 """
 
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from kvstore.disk import schema
 from kvstore.disk.environment import Environment
 from kvstore.disk.schema import Record, SealError
-from kvstore.disk.slices import walk
+from kvstore.disk.slices import SLICE_RECORDS
+from kvstore.disk.tree import Visit, walk_tree
 from kvstore.errors import ConfigError
+from kvstore.hashing import KEY_BYTES
 
 _MIN_PREFIX = 4  # hex digits of a namespace id that are taken for one
+_NUM_BUCKETS = 4096
 
 
-def read_records(env: Environment, namespace: str | None) -> dict[bytes, Record]:
-    """Readable records, without tokens, of the namespaces meant (None: all)."""
-    wanted = matching_namespaces(env, namespace)
-    records: dict[bytes, Record] = {}
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What is meant; None: no such condition.
 
-    def collect(_: Any, key: bytes, value: Any) -> None:
-        try:
-            record = schema.decode_record(key, value)
-        except SealError:
+    namespaces    ids
+    unused_since  last used before this time, seconds since the epoch
+    document      key of a block: it, what continues it, and ancestors that nothing else continues
+    """
+
+    namespaces: frozenset[bytes] | None = None
+    unused_since: float | None = None
+    document: bytes | None = None
+
+    def meets(self, record: Record) -> bool:
+        return (self.namespaces is None or record.namespace in self.namespaces) and (
+            self.unused_since is None or record.touched < self.unused_since
+        )
+
+
+class Chosen(NamedTuple):
+    """A block that may go.
+
+    num_bytes   payload and record
+    last_order  of the block and all below it, the newest: the least recently used go by this
+    is_end      nothing continues it
+    """
+
+    key: bytes
+    record: Record
+    num_bytes: int
+    last_order: int
+    is_end: bool
+
+
+@dataclass(slots=True)
+class _Below:
+    """What a walk has found below a block that it has not left yet."""
+
+    stays: bool = False
+    last_order: int = 0
+    is_end: bool = True
+
+
+def choose(
+    env: Environment, conditions: Conditions, max_order: int | None = None
+) -> Iterator[Chosen]:
+    """The blocks meant, each after all that continues it; with ``max_order`` none used since."""
+    path: list[_Below] = [_Below()]
+    for visit in walk_tree(env, conditions.namespaces, conditions.document):
+        if not visit.is_leaving:
+            path.append(_Below())
+        elif found := _leave(path, visit, conditions, max_order):
+            yield found
+    if conditions.document is not None and not path[0].stays:
+        yield from _ancestors_alone(env, conditions, path[0], max_order)
+
+
+def _leave(
+    path: list[_Below], visit: Visit, conditions: Conditions, max_order: int | None
+) -> Chosen | None:
+    """Close the last block of the path; it, when it may go."""
+    below, around = path.pop(), path[-1]
+    order = max(int.from_bytes(visit.record.order, "big"), below.last_order)
+    is_too_new = max_order is not None and order > max_order
+    stays = below.stays or is_too_new or not conditions.meets(visit.record)
+    around.stays = around.stays or stays
+    around.last_order = max(around.last_order, order)
+    around.is_end = False
+    if stays:
+        return None
+    num_bytes = visit.record_bytes + (0 if visit.record.is_bad else visit.record.nbytes)
+    return Chosen(visit.key, visit.record, num_bytes, order, below.is_end)
+
+
+def _ancestors_alone(
+    env: Environment, conditions: Conditions, below: _Below, max_order: int | None
+) -> Iterator[Chosen]:
+    """What leads to the document and to nothing else, nearest first."""
+    assert conditions.document is not None
+    for visit, num_children in _ancestors(env, conditions.document):
+        path = [_Below(), _Below(num_children > 1, below.last_order, is_end=False)]
+        found = _leave(path, visit, conditions, max_order)
+        if found is None:
             return
-        if wanted is None or record.namespace in wanted:
-            records[key] = record._replace(tokens=b"")
-
-    walk(env, env.index, collect)
-    return records
+        yield found
+        below = path[0]
 
 
-def matching_namespaces(env: Environment, wanted: str | None) -> set[bytes] | None:
+def ancestors(env: Environment, key: bytes) -> list[Visit]:
+    """What the block continues, root first."""
+    return [visit for visit, _ in _ancestors(env, key)][::-1]
+
+
+def _ancestors(env: Environment, key: bytes) -> Iterator[tuple[Visit, int]]:
+    """Nearest first, each with the number of its children."""
+    while True:
+        found: list[tuple[Visit, int]] = []
+        with env.read() as txn:
+            children = txn.cursor(db=env.children)
+            visit = _read(env, txn, key)
+            while visit is not None and len(found) < SLICE_RECORDS:
+                visit = _read(env, txn, visit.record.parent)
+                if visit is not None:
+                    found.append((visit, children.count() if children.set_key(visit.key) else 0))
+        yield from found
+        if visit is None:
+            return
+        key = visit.key
+
+
+def _read(env: Environment, txn: Any, key: bytes) -> Visit | None:
+    value = txn.get(key, db=env.index)
+    try:
+        return Visit(key, schema.decode_record(key, value or b""), len(value or b""), False)
+    except SealError:
+        return None
+
+
+def order_to_free(env: Environment, conditions: Conditions, num_bytes: int, newest: int) -> int:
+    """The order up to which the blocks meant sum to ``num_bytes``; ``newest`` when they do not.
+
+    Exact, in constant memory: each walk counts bytes in buckets of orders, and the next one looks
+    into the bucket where the sum is reached. Two walks do for 16 million uses.
+    """
+    first, width, missing = 0, newest + 1, num_bytes
+    while True:
+        step = -(-width // _NUM_BUCKETS)
+        sums = [0] * _NUM_BUCKETS
+        for chosen in choose(env, conditions, first + width - 1):
+            if chosen.last_order >= first:
+                sums[(chosen.last_order - first) // step] += chosen.num_bytes
+        if sum(sums) < missing:
+            return newest
+        bucket = 0
+        while sums[bucket] < missing:
+            missing -= sums[bucket]
+            bucket += 1
+        first, width = first + bucket * step, step
+        if step == 1:
+            return first
+
+
+def matching_namespaces(env: Environment, wanted: str | None) -> frozenset[bytes] | None:
     """Namespaces whose id begins with ``wanted`` or whose model it is; None for all.
 
     Raises ``ConfigError`` when there is none.
@@ -48,72 +181,36 @@ def matching_namespaces(env: Environment, wanted: str | None) -> set[bytes] | No
             key = bytes(raw_key)
             if key.startswith(schema.USAGE_PREFIX):
                 known.setdefault(schema.namespace_of_usage(key), None)
-    found = {
+    found = frozenset(
         namespace
         for namespace, model in known.items()
         if model == wanted
         or (len(wanted) >= _MIN_PREFIX and namespace.hex().startswith(wanted.lower()))
-    }
+    )
     if not found:
         names = ", ".join(f"{namespace.hex()[:8]} ({model})" for namespace, model in known.items())
         raise ConfigError(f"namespace {wanted!r} is not in this cache; it has: {names or 'none'}")
     return found
 
 
-def unused_since(records: dict[bytes, Record], time_s: float) -> set[bytes]:
-    """Blocks last used before that time, as everything below them."""
-    newest: dict[bytes, float] = {}
-    for key in sorted(records, key=lambda key: records[key].depth, reverse=True):
-        record = records[key]
-        newest[key] = max(record.touched, newest.get(key, 0.0))
-        newest[record.parent] = max(newest[key], newest.get(record.parent, 0.0))
-    return {key for key in records if newest[key] < time_s}
-
-
-def find_block(records: dict[bytes, Record], prefix: str) -> bytes:
-    """The key that begins so. Raises ``ConfigError`` unless it is exactly one."""
-    matching = [key for key in records if key.hex().startswith(prefix.lower())]
-    if len(matching) != 1:
-        found = "no block has" if not matching else f"{len(matching)} blocks have"
-        raise ConfigError(f"document {prefix!r}: {found} a key that begins so; give more of it")
-    return matching[0]
-
-
-def continuations(records: dict[bytes, Record], key: bytes) -> set[bytes]:
-    """The block and all below it."""
-    children = _children(records)
-    found: set[bytes] = set()
-    queue = [key]
-    while queue:
-        key = queue.pop()
-        found.add(key)
-        queue.extend(children.get(key, ()))
+def find_block(env: Environment, prefix: str) -> bytes:
+    """The key that begins with these hex digits. Raises ``ConfigError`` unless it is one."""
+    digits = prefix.strip().lower()
+    try:
+        first = bytes.fromhex(digits.ljust(2 * KEY_BYTES, "0"))
+        last = bytes.fromhex(digits.ljust(2 * KEY_BYTES, "f"))
+    except ValueError:
+        first = last = b""
+    if not digits or len(first) != KEY_BYTES:
+        raise ConfigError(
+            f"document {prefix}: expected the beginning of a block's key, up to "
+            f"{2 * KEY_BYTES} hex digits"
+        )
+    with env.read() as txn:
+        cursor = txn.cursor(db=env.index)
+        found = bytes(cursor.key()) if cursor.set_range(first) else b"\xff" * (KEY_BYTES + 1)
+        if found > last:
+            raise ConfigError(f"document {prefix}: no block has a key that begins so")
+        if cursor.next() and bytes(cursor.key()) <= last:
+            raise ConfigError(f"document {prefix}: several blocks have a key that begins so")
     return found
-
-
-def ancestors(records: dict[bytes, Record], key: bytes) -> list[bytes]:
-    """What the block continues, nearest first."""
-    found = []
-    parent = records[key].parent
-    while parent in records:
-        found.append(parent)
-        parent = records[parent].parent
-    return found
-
-
-def only_for(records: dict[bytes, Record], chosen: set[bytes], key: bytes) -> set[bytes]:
-    """Ancestors of ``key`` that lead to nothing but ``chosen``."""
-    children = _children(records)
-    found: set[bytes] = set()
-    for parent in ancestors(records, key):
-        if not all(child in chosen or child in found for child in children[parent]):
-            break
-        found.add(parent)
-    return found
-
-
-def _children(records: dict[bytes, Record]) -> dict[bytes, list[bytes]]:
-    children: dict[bytes, list[bytes]] = {}
-    for key, record in records.items():
-        children.setdefault(record.parent, []).append(key)
-    return children

@@ -17,6 +17,7 @@ from kvstore.errors import ConfigError, TierBrokenError
 
 SLICE_RECORDS = 1000
 SLICE_S = 0.05
+_LOOK_S = 0.1
 
 
 @contextlib.contextmanager
@@ -26,20 +27,32 @@ def reading(path: str | Path) -> Iterator[Environment | None]:
     Raises ``ConfigError`` when the path is missing or not a cache.
     """
     directory = existing(path)
-    finding = check_light(directory / DATA_FILE)
-    if finding.soundness is Soundness.EMPTY or (
-        finding.soundness is Soundness.SOUND and finding.main_root is None
-    ):
+    if is_empty(directory):
         yield None
         return
     env = registry.acquire(directory, role="inspect", is_read_only=True)
     try:
-        env.wait_ready()
+        wait_until_open(env)
         if env.state is not State.OK:
             raise TierBrokenError(env.reason or f"{directory}: cannot be read", tier="disk")
         yield env
     finally:
         registry.release(env)
+
+
+def is_empty(directory: Path) -> bool:
+    """Nothing was ever stored there: no file yet, or one whose creation was interrupted."""
+    finding = check_light(directory / DATA_FILE)
+    return finding.soundness is Soundness.EMPTY or (
+        finding.soundness is Soundness.SOUND and finding.main_root is None
+    )
+
+
+def wait_until_open(env: Environment) -> None:
+    """Wait for our own check of the file; raises ``TierBrokenError`` while another keeps it."""
+    while not env.wait_ready(_LOOK_S):
+        if env.waits_for_others:
+            raise TierBrokenError(f"{env.reason}; try again when that has ended", tier="disk")
 
 
 def existing(path: str | Path, *, is_read_only: bool = True) -> Path:

@@ -26,11 +26,13 @@ from kvstore.disk.environment import Environment, State
 from kvstore.disk.ledger import Prepared
 from kvstore.disk.reader import Reader
 from kvstore.disk.schema import DiskEntry, Head, Record, SealError
+from kvstore.disk.slices import wait_until_open
 from kvstore.disk.space import Space
 from kvstore.disk.writer import Writer
 from kvstore.errors import KVStoreError, StoreClosedError, TierBrokenError
 
 _SHORT_WAIT_S = 0.5
+COMMAND_WAIT_S = 10.0  # for another writer, before a command says who keeps it waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +83,14 @@ class DiskStore:
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
         lock_timeout_s: float = 30.0,
+        role: str = "engine",
     ) -> "DiskStore":
         """Open the cache at ``path``, create it where there is none. O(1): nothing is loaded.
 
         ``capacity_bytes`` belongs to the directory: None keeps what it has (50 GiB for a new one),
         another value changes it for every attached process. After ``lock_timeout_s`` of waiting for
-        another writer the store is read-only until it gets the lock.
+        another writer the store is read-only until it gets the lock. ``role`` is what others read
+        of us in ``attached``.
 
         Raises ``ConfigError`` for a path or size that cannot be meant, before anything is created,
         and ``TierBrokenError`` when the directory cannot be used. A cache whose file is in doubt
@@ -99,7 +103,7 @@ class DiskStore:
         directory = places.prepare_directory(Path(path), is_read_only=is_read_only)
         env = registry.acquire(
             directory,
-            role="read only" if is_read_only else "engine",
+            role="read only" if is_read_only else role,
             durability=config.durability,
             is_read_only=is_read_only,
             raise_on_damage=config.on_corruption == "raise",
@@ -227,6 +231,20 @@ class DiskStore:
         """Drop these blocks; how many were there. One with remaining children keeps its record."""
         return self._writer.remove(keys) if self._can_write() else 0
 
+    def evict(self, seen: Mapping[bytes, bytes]) -> set[bytes]:
+        """Drop the blocks, given as key and order, that were not used or continued since.
+
+        Give deeper ones first. One transaction; returns the keys of those that went. Raises
+        ``TierBrokenError`` when it cannot be made.
+        """
+        gone = self._writer.evict(seen) if self._can_write() else None
+        if gone is None:
+            path = self._env.directory
+            holders = self._env.attachment.describe_holders()
+            why = self._env.reason or f"{holders} keeps the writer's lock, or the map is full"
+            raise TierBrokenError(f"{path} cannot be changed now: {why}", tier="disk")
+        return gone
+
     def clear(self, ancestor: bytes) -> int:
         """Drop every block below this key or seed, those below bad blocks, too; how many went."""
         return self._writer.clear(ancestor) if self._can_write() else 0
@@ -296,11 +314,20 @@ class DiskStore:
 
 
 @contextlib.contextmanager
-def open_for_change(path: str | Path, *, capacity_bytes: int | None = None) -> Iterator[DiskStore]:
+def open_for_change(
+    path: str | Path, role: str, *, capacity_bytes: int | None = None
+) -> Iterator[DiskStore]:
     """A store that can write, for a command. Raises ``TierBrokenError`` when it cannot."""
-    with DiskStore.open(path, capacity_bytes=capacity_bytes) as store:
-        store.wait_ready()
+    config = DiskConfig(on_corruption="raise")
+    with DiskStore.open(
+        path,
+        capacity_bytes=capacity_bytes,
+        config=config,
+        role=role,
+        lock_timeout_s=COMMAND_WAIT_S,
+    ) as store:
+        wait_until_open(store._env)
         stats = store.stats()
-        if stats.state != "ok":
+        if stats.state != State.OK.value:
             raise TierBrokenError(f"{path}: {stats.reason}", tier="disk")
         yield store

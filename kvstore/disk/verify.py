@@ -182,6 +182,6 @@ class _Check:
 
 def _repair(directory: Path, check: _Check) -> int:
     """Bad payloads become misses; the rest is rebuilt. Returns how many findings that settles."""
-    with open_for_change(directory) as store:
+    with open_for_change(directory, "verify") as store:
         is_done = store.repair(check.bad_payloads, rebuild=check.needs_rebuild)
     return len(check.corrupt) + len(check.orphans) if is_done else 0

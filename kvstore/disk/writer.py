@@ -4,7 +4,7 @@ Does not know how a block is read, nor what becomes of a transaction that fails.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import lmdb
@@ -110,6 +110,17 @@ class Writer:
     def remove(self, keys: Sequence[bytes]) -> int:
         slices = range(0, len(keys), _REMOVE_SLICE)
         return sum(self._remove(keys[start : start + _REMOVE_SLICE]) for start in slices)
+
+    def evict(self, seen: Mapping[bytes, bytes]) -> set[bytes] | None:
+        """None when that cannot be done now."""
+        gone: set[bytes] = set()
+
+        def drop_unchanged(ledger: Ledger) -> int:
+            gone.clear()
+            gone.update(_evict(ledger, seen))
+            return 1
+
+        return gone if self._changes.attempt(drop_unchanged) else None
 
     def clear(self, ancestor: bytes) -> int:
         keys: list[bytes] = []
@@ -344,3 +355,11 @@ def _remove(ledger: Ledger, keys: Sequence[bytes]) -> int:
         if current is not None:
             ledger.discard(key, current, Departure.REMOVED)
     return sum(not record.is_bad for _, record in present)
+
+
+def _evict(ledger: Ledger, seen: Mapping[bytes, bytes]) -> Iterator[bytes]:
+    for key, order in seen.items():
+        record = ledger.record(key)
+        if record is not None and record.order == order and not ledger.has_children(key):
+            ledger.drop(key, record, Departure.REMOVED)
+            yield key

@@ -20,20 +20,21 @@ from disk_case import (
     damage_payload,
     data_file,
     problems_on_disk,
+    raw_records,
 )
 
 from kvstore.block import PutOutcome
 from kvstore.disk import DiskStore, slices
 from kvstore.disk.offline import (
     compact,
+    evict,
     export_documents,
     import_documents,
     list_blocks,
-    remove,
     summarize,
     verify,
 )
-from kvstore.errors import ConfigError, TierBrokenError, TierFullError
+from kvstore.errors import ConfigError, CorruptBlockError, TierBrokenError, TierFullError
 from kvstore.hashing import encode_tokens
 
 
@@ -230,19 +231,23 @@ def test_list_of_a_namespace_takes_its_id_or_its_model(directory: Path, blocks: 
         list(list_blocks(directory, namespace="llama"))
 
 
-def test_remove_by_namespace_spares_the_other(directory: Path, blocks: Blocks) -> None:
+def test_evict_by_namespace_spares_the_other(directory: Path, blocks: Blocks) -> None:
     other = Blocks(namespace=b"o" * 32)
     with DiskStore.open(directory, capacity_bytes=8 << 20) as store:
         store.register_namespace(NAMESPACE, IDENTITY)
         store.put_group(blocks.writes(blocks.chain(3)))
         store.put_group(other.writes(other.chain(2)))
-    assert remove(directory, namespace="test/tiny", dry_run=True)["blocks"] == 3
-    assert remove(directory, namespace="test/tiny") == {"blocks": 3, "bytes": 60_000}
-    assert summarize(directory)["blocks"] == 2
+    before = summarize(directory)
+    found = evict(directory, namespace="test/tiny", dry_run=True)
+    assert (found["blocks"], found["num_documents"]) == (3, 1)
+    assert summarize(directory) == before
+    assert evict(directory, namespace="test/tiny") == found
+    after = summarize(directory)
+    assert (after["blocks"], after["used_bytes"]) == (2, before["used_bytes"] - found["bytes"])
     assert problems_on_disk(directory) == []
 
 
-def test_remove_by_age_spares_what_leads_to_something_younger(
+def test_evict_by_age_spares_what_leads_to_something_younger(
     directory: Path, blocks: Blocks, clock: FakeClock
 ) -> None:
     clock.now = time.time() - 1000
@@ -251,31 +256,81 @@ def test_remove_by_age_spares_what_leads_to_something_younger(
         store.put_group(blocks.writes(trunk + old))
         clock.now += 990
         store.put_group(blocks.writes(blocks.below(trunk[1], 1, start=5)))
-    assert remove(directory, unused_for_s=500)["blocks"] == 3
+    assert evict(directory, unused_for_s=500)["blocks"] == 3
     with DiskStore.open(directory) as store:
         assert len(store.probe(trunk)) == 2
     assert problems_on_disk(directory) == []
 
 
-def test_remove_of_a_document_spares_what_it_shares(directory: Path, blocks: Blocks) -> None:
+def test_evict_of_a_document_spares_what_it_shares(directory: Path, blocks: Blocks) -> None:
     trunk = blocks.chain(2)
     one, two = blocks.below(trunk[1], 3, start=1), blocks.below(trunk[1], 3, start=2)
     with DiskStore.open(directory, capacity_bytes=8 << 20) as store:
         store.put_group(blocks.writes(trunk + one + two))
-        assert remove(directory, document=one[1].key.hex()[:12])["blocks"] == 3
+        assert evict(directory, document=one[1].key.hex()[:13])["blocks"] == 3
         assert len(store.probe(trunk + two)) == 5
         assert store.probe(one) == []
-        assert remove(directory, document=two[2].key.hex())["blocks"] == 5
+        assert evict(directory, document=two[2].key.hex(), dry_run=True)["blocks"] == 5
+        assert evict(directory, document=two[2].key.hex())["blocks"] == 5
         assert store.stats().blocks == 0
-    with pytest.raises(ConfigError, match="no block"):
-        remove(directory, document="00ff")
+    for prefix, problem in [("00ff", "no block"), ("", "hex digits"), ("my file", "hex digits")]:
+        with pytest.raises(ConfigError, match=problem):
+            evict(directory, document=prefix)
 
 
-def test_remove_of_nothing_in_particular_is_refused(directory: Path) -> None:
+def least_recently_used(directory: Path, num_bytes: int) -> set[bytes]:
+    """What the engine would evict, one leaf after the other, until so many bytes are gone."""
+    left, gone = raw_records(directory), set()
+    while num_bytes > 0 and left:
+        inner = {record["parent"] for record in left.values()}
+        key = min(set(left) - inner, key=lambda key: left[key]["order"])
+        num_bytes -= left[key]["nbytes"] + left.pop(key)["length"]
+        gone.add(key)
+    return gone
+
+
+@pytest.mark.parametrize("part", [0.0, 0.35, 0.99, 1.0])
+def test_evict_to_a_size_takes_the_least_recently_used_as_the_engine_would(
+    directory: Path, blocks: Blocks, part: float
+) -> None:
+    trunk = blocks.chain(4)
+    with DiskStore.open(directory, capacity_bytes=8 << 20) as store:
+        store.put_group(blocks.writes(trunk))
+        for start in range(5):
+            store.put_group(blocks.writes(blocks.below(trunk[start % 4], 6, start)))
+    used = summarize(directory)["used_bytes"]
+    target = int(used * part)
+    before, gone = set(raw_records(directory)), least_recently_used(directory, used - target)
+    found = evict(directory, to_bytes=target, dry_run=True)
+    assert evict(directory, to_bytes=target) == found
+    assert before - set(raw_records(directory)) == gone
+    assert found["blocks"] == len(gone)
+    assert summarize(directory)["used_bytes"] == used - found["bytes"] <= target
+    assert problems_on_disk(directory) == []
+
+
+def test_evict_spares_what_was_used_or_continued_since_it_was_chosen(
+    directory: Path, blocks: Blocks, clock: FakeClock
+) -> None:
+    refs = [blocks.chain(2, start=start) for start in range(3)]
+    with DiskStore.open(directory, capacity_bytes=8 << 20, clock=clock) as store:
+        for chain in refs:
+            store.put_group(blocks.writes(chain))
+    records = raw_records(directory)
+    seen = {ref.key: records[ref.key]["order"] for chain in refs for ref in chain[::-1]}
+    clock.now += 1000
+    with DiskStore.open(directory, clock=clock) as store:
+        store.touch([ref.key for ref in refs[1][::-1]])
+        store.put_group(blocks.writes(blocks.below(refs[2][1], 1, start=9)))
+        assert store.evict(seen) == {ref.key for ref in refs[0]}
+    assert problems_on_disk(directory) == []
+
+
+def test_evict_of_nothing_in_particular_is_refused(directory: Path) -> None:
     with DiskStore.open(directory, capacity_bytes=8 << 20):
         pass
-    with pytest.raises(ConfigError, match="nothing was given"):
-        remove(directory)
+    with pytest.raises(ConfigError, match="nothing was chosen"):
+        evict(directory)
 
 
 # --- compacting ----------------------------------------------------------------------------------
@@ -346,7 +401,7 @@ def exported(directory: Path, blocks: Blocks, tmp_path: Path) -> Path:
         store.put_group(blocks.writes(blocks.chain(6, start=1)))
         store.put_group(blocks.writes(blocks.chain(2, start=2, salt="s"), salt=b"s" * 16))
     file = tmp_path / "documents.kv"
-    assert export_documents(directory, file) == {"blocks": 8, "bytes": 160_000}
+    assert export_documents(directory, file) == {"blocks": 8, "bytes": 160_000, "left_out": 0}
     return file
 
 
@@ -356,7 +411,7 @@ def test_export_carries_blocks_into_another_cache(
     assert stat.S_IMODE(exported.stat().st_mode) == 0o600
     target = tmp_path / "target"
     counts = import_documents(target, exported, capacity_bytes=8 << 20)
-    assert counts == {"blocks": 8, "present": 0, "refused": 0}
+    assert counts == {"blocks": 8, "present": 0, "refused": 0, "evicted": 0}
     assert summarize(target)["namespaces"] == summarize(directory)["namespaces"]
     with DiskStore.open(target) as store:
         refs = blocks.chain(6, start=1)
@@ -399,7 +454,7 @@ def test_any_flipped_bit_in_an_export_refuses_the_whole_file(
     for offset in offsets:
         flipped = bytes([data[offset] ^ (1 << draw.randrange(8))])
         exported.write_bytes(data[:offset] + flipped + data[offset + 1 :])
-        with pytest.raises(ConfigError):
+        with pytest.raises((ConfigError, CorruptBlockError)):
             import_documents(tmp_path / "target", exported)
     assert not (tmp_path / "target").exists()
 
@@ -408,7 +463,7 @@ def test_truncated_export_is_refused(exported: Path, tmp_path: Path) -> None:
     data = exported.read_bytes()
     for size in (0, 10, 20, 100, len(data) // 2, len(data) - 1):
         exported.write_bytes(data[:size])
-        with pytest.raises(ConfigError, match="not a valid export"):
+        with pytest.raises((ConfigError, CorruptBlockError), match="export: "):
             import_documents(tmp_path / "target", exported)
     assert not (tmp_path / "target").exists()
 
@@ -420,7 +475,7 @@ def test_length_beyond_the_file_is_refused_before_anything_is_allocated(
     data[24:32] = (1 << 29).to_bytes(8, "little")  # of the first payload
     exported.write_bytes(data)
     tracemalloc.start()
-    with pytest.raises(ConfigError, match="ends too early"):
+    with pytest.raises(CorruptBlockError, match="ends too early"):
         import_documents(tmp_path / "target", exported)
     assert tracemalloc.get_traced_memory()[1] < 10 << 20
     tracemalloc.stop()
@@ -472,6 +527,6 @@ def test_forged_block_is_refused(tmp_path: Path, change: dict) -> None:
     target = tmp_path / "target"
     assert import_documents(target, file, capacity_bytes=8 << 20)["blocks"] == 1
     file.write_bytes(start + frame(BLOCK_HEADER | change, b"bytes") + end)
-    with pytest.raises(ConfigError, match="not a valid export"):
+    with pytest.raises(CorruptBlockError, match="not a valid export"):
         import_documents(tmp_path / "other", file)
     assert not (tmp_path / "other").exists()

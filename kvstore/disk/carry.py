@@ -1,0 +1,254 @@
+"""Carry blocks from one cache to another, in one file or through a pipe (``archive``).
+
+A file is read twice, and nothing of it is stored before all of it has passed; what comes through a
+pipe is stored as it comes, each block once it has passed. What an import cannot know is whether the
+values are what the model would have computed: import files as you would model weights, from people
+you trust.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
+from pathlib import Path
+from typing import IO
+
+from kvstore.block import PutOutcome
+from kvstore.disk import schema
+from kvstore.disk.archive import (
+    ForeignError,
+    Namespace,
+    RefusedError,
+    TreePath,
+    read_items,
+    write_block,
+    write_end,
+    write_namespace,
+    write_start,
+)
+from kvstore.disk.environment import Environment
+from kvstore.disk.ledger import Prepared
+from kvstore.disk.places import TEMPORARY_MARK
+from kvstore.disk.schema import Head, SealError
+from kvstore.disk.selection import ancestors, find_block, matching_namespaces
+from kvstore.disk.slices import reading
+from kvstore.disk.store import DiskStore, open_for_change
+from kvstore.disk.tree import walk_tree
+from kvstore.errors import ConfigError, CorruptBlockError
+
+Progress = Callable[[int, int | None], None]
+
+_GROUP_BYTES = 16 << 20
+
+
+def export_documents(
+    path: str | Path,
+    file: str | Path | IO[bytes],
+    *,
+    namespace: str | None = None,
+    document: str | None = None,
+    progress: Progress | None = None,
+) -> dict[str, int]:
+    """Write blocks of the cache to ``file``, parents first: ``{"blocks", "bytes", "left_out"}``.
+
+    namespace  the beginning of an id, or a model's name; None for all
+    document   the beginning of a block's key (hex): that block, what it continues and what
+               continues it; None for all
+
+    Each payload is verified; ``left_out`` counts bad ones, and what is below them. A path appears
+    complete or not at all; only its owner can read it, for it holds the documents' tokens.
+    ``progress(blocks, of)`` is called for each block, with those of the whole cache.
+    """
+    with reading(path) as env, _opened_for_writing(file) as out:
+        export = _Export(out)
+        write_start(out)
+        if env is not None:
+            export.run(env, namespace, document, progress)
+        write_end(out, export.num_blocks, export.num_bytes)
+    return {
+        "blocks": export.num_blocks,
+        "bytes": export.num_bytes,
+        "left_out": export.num_left_out,
+    }
+
+
+class _Export:
+    """What has been written so far."""
+
+    def __init__(self, out: IO[bytes]) -> None:
+        self.num_blocks = 0
+        self.num_bytes = 0
+        self.num_left_out = 0
+        self._out = out
+        self._path = TreePath()
+        self._named: set[bytes] = set()
+
+    def run(
+        self,
+        env: Environment,
+        namespace: str | None,
+        document: str | None,
+        progress: Progress | None,
+    ) -> None:
+        namespaces = matching_namespaces(env, namespace)
+        start = None if document is None else find_block(env, document)
+        above = ancestors(env, start) if start is not None else []
+        total = _num_blocks(env)
+        for visit in chain(above, walk_tree(env, namespaces, start)):
+            if not visit.is_leaving:
+                self._write_block(env, visit.key)
+                if progress is not None:
+                    progress(self.num_blocks, total)
+
+    def _write_block(self, env: Environment, key: bytes) -> None:
+        with env.read() as txn:
+            value = txn.get(key, db=env.index)
+            value = None if value is None else bytes(value)
+            payload = bytes(txn.get(key, db=env.payload) or b"")
+        try:
+            record = schema.decode_record(key, value or b"")
+        except SealError:
+            return  # it went meanwhile
+        is_good = not record.is_bad and schema.checksum(payload) == record.checksum
+        if not is_good or not self._path.admit(key, record.parent, record.depth):
+            self.num_left_out += 1
+            return
+        self._write_namespace(env, record.namespace)
+        write_block(self._out, record, payload)
+        self.num_blocks += 1
+        self.num_bytes += len(payload)
+
+    def _write_namespace(self, env: Environment, namespace: bytes) -> None:
+        """Before the first of its blocks."""
+        if namespace in self._named:
+            return
+        self._named.add(namespace)
+        with env.read() as txn:
+            identity = schema.decode_identity(namespace, txn.get(namespace, db=env.namespaces))
+        if identity:
+            write_namespace(self._out, Namespace(namespace, identity))
+
+
+def _num_blocks(env: Environment) -> int | None:
+    with env.read() as txn:
+        try:
+            return Head.decode(txn.get(schema.HEAD_KEY, db=env.meta) or b"").total.num_blocks
+        except SealError:
+            return None
+
+
+@contextlib.contextmanager
+def _opened_for_writing(file: str | Path | IO[bytes]) -> Iterator[IO[bytes]]:
+    """A stream as it is, or a file that only its owner reads, in its place when it is complete."""
+    if not isinstance(file, str | Path):
+        yield file
+        file.flush()
+        return
+    target = Path(file)
+    temporary = target.with_name(f"{target.name}{TEMPORARY_MARK}{os.getpid()}")
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"{target}: cannot be written: {error.strerror}") from error
+    try:
+        with os.fdopen(fd, "wb") as out:
+            yield out
+            out.flush()
+            os.fsync(out.fileno())
+        temporary.rename(target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def import_documents(
+    path: str | Path,
+    file: str | Path | IO[bytes],
+    *,
+    capacity_bytes: int | None = None,
+    progress: Progress | None = None,
+) -> dict[str, int]:
+    """Put what an export holds into the cache at ``path``.
+
+    Returns ``{"blocks", "present", "refused", "evicted"}``: stored; already there; found no room;
+    gave way to those stored. The cache is created where there is none; what it already knows of a
+    namespace stays. ``progress(blocks, None)`` is called for each block.
+
+    Raises ``ConfigError`` for what is no export, ``CorruptBlockError`` for one that is cut or
+    damaged. Of a file nothing was stored then; of a stream that cannot be read twice, all blocks
+    before the damage.
+    """
+    counts = {"blocks": 0, "present": 0, "refused": 0, "evicted": 0}
+    with _opened_for_reading(file) as source:
+        if source.seekable():
+            start = source.tell()
+            for _ in read_items(source):
+                pass
+            source.seek(start)
+        items = read_items(source)
+        first = list(islice(items, 1))  # before a cache is created for it
+        try:
+            with open_for_change(path, "import", capacity_bytes=capacity_bytes) as store:
+                _store(store, chain(first, items), counts, progress)
+        except RefusedError as error:
+            stored = counts["blocks"] + counts["present"]
+            raise RefusedError(f"{error}; the {stored} blocks before that were kept") from error
+    return counts
+
+
+@contextlib.contextmanager
+def _opened_for_reading(file: str | Path | IO[bytes]) -> Iterator[IO[bytes]]:
+    """The stream; what is wrong with its bytes is raised with its name."""
+    name = file if isinstance(file, str | Path) else "the input"
+    try:
+        if isinstance(file, str | Path):
+            with Path(file).open("rb") as source:
+                yield source
+        else:
+            yield file
+    except ForeignError as error:
+        raise ConfigError(f"{name}: not an export: {error}") from error
+    except RefusedError as error:
+        message = f"{name}: not a valid export: {error}"
+        raise CorruptBlockError(message, reason="export") from error
+    except OSError as error:
+        if isinstance(file, str | Path) and error.filename == str(file):
+            raise ConfigError(f"{name}: cannot be read: {error.strerror}") from error
+        raise
+
+
+def _store(
+    store: DiskStore,
+    items: Iterable[Prepared | Namespace],
+    counts: dict[str, int],
+    progress: Progress | None,
+) -> None:
+    """In groups; what came before a damaged item is stored, too."""
+    known = store.namespaces()
+    group: list[Prepared] = []
+    group_bytes = 0
+    try:
+        for item in items:
+            if isinstance(item, Namespace):
+                if item.id not in known:
+                    store.register_namespace(item.id, item.identity)
+                continue
+            group.append(item)
+            group_bytes += item.nbytes
+            if group_bytes >= _GROUP_BYTES:
+                _put(store, group, counts)
+                group_bytes = 0
+                if progress is not None:
+                    progress(sum(counts.values()) - counts["evicted"], None)
+    finally:
+        _put(store, group, counts)
+
+
+def _put(store: DiskStore, group: list[Prepared], counts: dict[str, int]) -> None:
+    for outcome in store.put_encoded(group).values():
+        if outcome is PutOutcome.STORED:
+            counts["blocks"] += 1
+        else:
+            counts["present" if outcome is PutOutcome.PRESENT else "refused"] += 1
+    counts["evicted"] = store.stats().evictions
+    group.clear()
