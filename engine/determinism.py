@@ -94,16 +94,20 @@ class FixedShapes:
             memory.fill_uninitialized_memory = fills
 
 
-def run_identity(shapes: FixedShapes, device: torch.device, backend: str) -> dict[str, Any]:
+def run_identity(
+    shapes: FixedShapes, device: torch.device, backend: str, *, is_packed: bool = False
+) -> dict[str, Any]:
     """What the bits of a block depend on beside the model: part of the model's identity.
 
-    ``backend`` is the name of the attention kernels. A prefix computed with other threads, other
-    instructions, another GPU, another torch or other kernels of ours is a miss.
+    ``backend`` is the name of the attention kernels; ``is_packed``: its linear layers are
+    (``engine.packed_linear``). A prefix computed with other threads, other instructions, another
+    GPU, another torch or other kernels of ours is a miss.
     """
     identity: dict[str, Any] = {
         "attention": backend,
         "chunk_tokens": shapes.chunk_tokens,
         "kernels": _kernels(),
+        "packed": is_packed,
         "torch": str(torch.__version__),
     }
     if device.type == "cuda":

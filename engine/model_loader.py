@@ -15,6 +15,7 @@ from engine.attention_backends import find_backend
 from engine.determinism import FixedShapes, run_identity
 from engine.identity import model_identity
 from engine.model_source import ModelSource, resolve_model
+from engine.packed_linear import can_pack, pack_linears
 from engine.quiet import quiet_transformers
 from engine.rope import freeze_rope
 from kvstore.block import ITEMSIZE, BlockLayout
@@ -162,6 +163,10 @@ def prepare_model(
         attention_backend, network.device, layout, is_deterministic=deterministic
     )
     windows = tuple(layer.window for layer in layers)
+    is_packed = can_pack(network)
+    run = None
+    if fixed_shapes:
+        run = run_identity(fixed_shapes, network.device, backend.name, is_packed=is_packed)
     network.set_attn_implementation(PAGED)
     loaded = LoadedModel(
         model=network,
@@ -175,7 +180,7 @@ def prepare_model(
             layout,
             windows=windows,
             frozen_rope=frozen_rope,
-            run=run_identity(fixed_shapes, network.device, backend.name) if fixed_shapes else None,
+            run=run,
         ),
         fixed_shapes=fixed_shapes,
         name=name,
@@ -183,6 +188,8 @@ def prepare_model(
         vocab_size=network.get_output_embeddings().weight.shape[0],
         eos_token_ids=_eos_token_ids(network, tokenizer),
     )
+    if is_packed:  # after the identity, which reads the plain weights
+        pack_linears(network)
     probe.probe_logits(loaded, attention_backend)
     return loaded
 
