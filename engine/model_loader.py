@@ -5,6 +5,7 @@ Does not know where models come from (``engine.model_source``), nor how they are
 
 from dataclasses import dataclass
 from typing import Any
+from uuid import uuid4
 
 import torch
 import transformers
@@ -13,7 +14,13 @@ from engine import probe
 from engine.attention import PAGED
 from engine.attention_backends import find_backend
 from engine.determinism import FixedShapes, run_identity
-from engine.identity import model_identity
+from engine.identity import (
+    Checkpoint,
+    class_folder,
+    model_identity,
+    modelling_digest,
+    read_checkpoint,
+)
 from engine.model_source import ModelSource, resolve_model
 from engine.packed_linear import can_pack, pack_linears
 from engine.quiet import quiet_transformers
@@ -116,6 +123,7 @@ def load_model(
             network,
             loaded_tokenizer,
             name=source.name,
+            checkpoint=read_checkpoint(source, trust_remote_code=trust_remote_code),
             block_size=block_size,
             max_model_len=max_model_len,
             attention_backend=attention_backend,
@@ -128,12 +136,16 @@ def prepare_model(
     tokenizer: Any,
     *,
     name: str,
+    checkpoint: Checkpoint | None = None,
     block_size: int = 16,
     max_model_len: int | None = None,
     attention_backend: str = "auto",
     deterministic: bool = False,
 ) -> LoadedModel:
-    """A transformers model that is in memory, made ready in place. Errors as ``load_model``."""
+    """A transformers model that is in memory, made ready in place. Errors as ``load_model``.
+
+    ``checkpoint`` is what its files say of it. A model without files shares its blocks with nobody.
+    """
     network.eval().requires_grad_(False)
     # Before the first product on a GPU: it decides how the GPU's library computes them.
     fixed_shapes = FixedShapes.of(network.device, block_size) if deterministic else None
@@ -167,6 +179,7 @@ def prepare_model(
     run = None
     if fixed_shapes:
         run = run_identity(fixed_shapes, network.device, backend.name, is_packed=is_packed)
+    folder = class_folder(type(network))
     network.set_attn_implementation(PAGED)
     loaded = LoadedModel(
         model=network,
@@ -176,10 +189,11 @@ def prepare_model(
         windows=windows,
         attention_modules=tuple(layer.module for layer in layers),
         identity=model_identity(
-            network,
-            layout,
-            windows=windows,
+            checkpoint or Checkpoint({}, weights=uuid4().hex, modelling=""),
+            dtype=layout.dtype,
+            block_size=block_size,
             frozen_rope=frozen_rope,
+            modelling=modelling_digest(folder) if folder else None,
             run=run,
         ),
         fixed_shapes=fixed_shapes,

@@ -7,6 +7,8 @@ from gguf import MODEL_ARCH, GGUFWriter, TokenType, get_tensor_name_map
 from tokenizers import pre_tokenizers
 
 from engine import LLM, SamplingParams
+from engine.identity import model_identity, read_checkpoint
+from engine.model_source import resolve_model
 
 EVERY_LOGPROB = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=97)
 # What transformers takes for granted instead of reading it.
@@ -72,7 +74,10 @@ def write_gguf(path, name: str) -> torch.nn.Module:
 def test_a_gguf_file_answers_as_the_model_it_was_made_of(name, tmp_path):
     network = write_gguf(tmp_path / "tiny.gguf", name)
     settings = {"dtype": "float32", "device_cache": "4MiB", "max_model_len": 96}
+    checkpoint = read_checkpoint(resolve_model(str(tmp_path / "tiny.gguf")))
+    from_file = model_identity(checkpoint, dtype="float32", block_size=16, frozen_rope={})
     with LLM(str(tmp_path / "tiny.gguf"), **settings) as llm:
+        assert llm._loaded.identity == from_file
         (said,) = llm.generate("(text)", EVERY_LOGPROB)
         pieces = ["(", "te", "x", "t", ")"]
         assert said.prompt_token_ids[-5:] == llm.tokenizer.convert_tokens_to_ids(pieces)
