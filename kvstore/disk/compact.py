@@ -4,7 +4,10 @@ LMDB's file never shrinks, and freed pages keep old bytes until they are reused.
 neither. It needs the directory alone, because it puts another file in its place.
 """
 
+import fcntl
 import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import lmdb
@@ -18,12 +21,16 @@ from kvstore.disk.structure import DATA_FILE, Soundness, check_light
 from kvstore.errors import TierBrokenError, TierFullError
 
 _SLACK_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 20
 
 
-def compact(path: str | Path) -> dict[str, int]:
+def compact(
+    path: str | Path, *, progress: Callable[[int, int], None] | None = None
+) -> dict[str, int]:
     """Replace the file by a copy without free pages: ``{"bytes_before", "bytes_after"}``.
 
     The copy is on the medium before it takes the file's place; a crash leaves the old file.
+    ``progress(done, total)`` is called now and then, in bytes.
     Raises ``ConfigError`` for a path that is no cache, ``TierBrokenError`` when another process is
     attached or the file is damaged, ``TierFullError`` when the volume has no room for the copy.
     """
@@ -32,8 +39,7 @@ def compact(path: str | Path) -> dict[str, int]:
     attachment = Attachment(directory, "compact")
     try:
         if not attachment.try_exclusive():
-            who = attachment.describe_holders()
-            raise TierBrokenError(f"{directory} is in use by {who}; end it first", tier="disk")
+            raise _in_use(attachment, directory)
         attachment.claim_slot()
         _remove_leftovers(directory)
         finding = check_light(data_file)
@@ -41,24 +47,39 @@ def compact(path: str | Path) -> dict[str, int]:
             return {"bytes_before": 0, "bytes_after": 0}
         settle_by_deep_check(attachment, data_file, raise_on_damage=True)
         bytes_before = data_file.stat().st_size
-        _copy(directory, data_file)
+        _copy(directory, data_file, progress)
         return {"bytes_before": bytes_before, "bytes_after": data_file.stat().st_size}
     finally:
         attachment.detach()
 
 
-def _copy(directory: Path, data_file: Path) -> None:
+def require_alone(path: str | Path) -> None:
+    """Raise ``TierBrokenError`` when another process is attached: ``compact`` would refuse, too."""
+    attachment = Attachment(existing(path), "compact", read_only=True)
+    try:
+        if not attachment.try_exclusive():
+            raise _in_use(attachment, Path(path))
+    finally:
+        attachment.detach()
+
+
+def _in_use(attachment: Attachment, directory: Path) -> TierBrokenError:
+    who = attachment.describe_holders()
+    return TierBrokenError(f"{directory} is in use by {who}; end it first", tier="disk")
+
+
+def _copy(directory: Path, data_file: Path, progress: Callable[[int, int], None] | None) -> None:
     copy = data_file.with_name(f"{DATA_FILE}{TEMPORARY_MARK}{os.getpid()}")
     env = lmdb.open(str(directory), readonly=True, create=False, max_dbs=len(schema.DATABASES))
     try:
-        _check_room(directory, env)
+        needed = _needed_bytes(directory, env)
         fd = os.open(copy, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            env.copyfd(fd, compact=True)
+            _stream(env, fd, lambda done: progress and progress(min(done, needed), needed))
             os.fsync(fd)
         finally:
             os.close(fd)
-    except lmdb.Error as error:
+    except (lmdb.Error, OSError) as error:
         copy.unlink(missing_ok=True)
         raise TierBrokenError(f"{directory}: the copy failed: {error}", tier="disk") from error
     except BaseException:
@@ -70,13 +91,40 @@ def _copy(directory: Path, data_file: Path) -> None:
     _sync_directory(directory)
 
 
-def _check_room(directory: Path, env: lmdb.Environment) -> None:
+def _stream(env: lmdb.Environment, fd: int, on_bytes: Callable[[int], object]) -> None:
+    """Write the compact copy through a pipe: liblmdb's own loop could not be interrupted."""
+    source, sink = os.pipe()
+    fcntl.fcntl(sink, fcntl.F_SETPIPE_SZ, _CHUNK_BYTES)
+    with ThreadPoolExecutor(1, "kv-compact") as pool:
+        try:
+            copying = pool.submit(_copy_into, env, sink)
+            done = 0
+            while chunk := os.read(source, _CHUNK_BYTES):
+                view = memoryview(chunk)
+                while view:
+                    view = view[os.write(fd, view) :]
+                done += len(chunk)
+                on_bytes(done)
+        finally:
+            os.close(source)  # ends a copy that is under way: its next write fails
+        copying.result()
+
+
+def _copy_into(env: lmdb.Environment, sink: int) -> None:
+    try:
+        env.copyfd(sink, compact=True)
+    finally:
+        os.close(sink)
+
+
+def _needed_bytes(directory: Path, env: lmdb.Environment) -> int:
+    """Size of the copy. Raises ``TierFullError`` when the volume has no room for it."""
     used = 0
     with env.begin() as txn:
         for name in schema.DATABASES:
             stat = txn.stat(env.open_db(name, txn, create=False))
             used += stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]
-    needed = used * env.stat()["psize"] + _SLACK_BYTES
+    needed = int(used * env.stat()["psize"]) + _SLACK_BYTES
     volume = os.statvfs(directory)
     free = volume.f_bavail * volume.f_frsize
     if free < needed:
@@ -86,6 +134,7 @@ def _check_room(directory: Path, env: lmdb.Environment) -> None:
             tier="disk",
             needed_bytes=needed,
         )
+    return needed
 
 
 def _remove_leftovers(directory: Path) -> None:

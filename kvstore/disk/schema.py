@@ -168,6 +168,12 @@ class Usage:
             self.num_tokens += sign * record.num_tokens
             self.num_bytes += sign * record.nbytes
 
+    def add_up(self, other: "Usage") -> None:
+        self.num_blocks += other.num_blocks
+        self.num_tokens += other.num_tokens
+        self.num_bytes += other.num_bytes
+        self.num_bad += other.num_bad
+
     def encode(self, key: bytes) -> bytes:
         fields = (self.num_blocks, self.num_tokens, self.num_bytes, self.num_bad)
         return seal(key, _USAGE.pack(*fields))

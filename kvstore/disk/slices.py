@@ -76,24 +76,32 @@ def walk(env: Environment, db: Any, visit: Visit) -> None:
         pass
 
 
-def slices(env: Environment, db: Any, visit: Visit) -> Iterator[None]:
-    """Like ``walk``; yields after each slice, when no transaction is open."""
-    position: bytes | None = b""
+def slices(
+    env: Environment, db: Any, visit: Visit, first: bytes = b"", end: bytes | None = None
+) -> Iterator[bytes | None]:
+    """Like ``walk``, for keys from ``first`` on and before ``end``.
+
+    Yields after each slice, when no transaction is open, where the next one begins.
+    """
+    position: bytes | None = first
     while position is not None:
         with env.read() as txn:
-            position = _walk_slice(txn, db, position, visit)
-        yield
+            position = _walk_slice(txn, db, position, end, visit)
+        yield position
 
 
-def _walk_slice(txn: Any, db: Any, position: bytes, visit: Visit) -> bytes | None:
+def _walk_slice(
+    txn: Any, db: Any, position: bytes, end: bytes | None, visit: Visit
+) -> bytes | None:
     """One slice from ``position`` on; where the next one begins, None at the end."""
     cursor = txn.cursor(db=db)
     deadline = time.monotonic() + SLICE_S
     is_there = cursor.set_range(position) if position else cursor.first()
     for _ in range(SLICE_RECORDS):
-        if not is_there:
+        key = bytes(cursor.key()) if is_there else None
+        if key is None or (end is not None and key >= end):
             return None
-        visit(txn, bytes(cursor.key()), cursor.value())
+        visit(txn, key, cursor.value())
         is_there = cursor.next()
         if time.monotonic() > deadline:
             break

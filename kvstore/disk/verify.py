@@ -2,25 +2,35 @@
 
 Three levels: the file's structure (only while nobody else is attached, in a child process); every
 record and payload against its checksum; every entry of ``children`` and ``recency`` and the
-counters against the records. Each block is judged within one transaction, so a running engine
-causes no false alarm.
+counters against the records. Each block is judged within one transaction, and what looks wrong is
+looked at again in another, so a running engine causes no false alarm.
 """
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from kvstore.block import BlockRef
 from kvstore.disk import schema
 from kvstore.disk.attach import Attachment
 from kvstore.disk.environment import Environment
 from kvstore.disk.schema import Head, Record, SealError, Usage
-from kvstore.disk.slices import existing, reading, walk
+from kvstore.disk.slices import Visit, existing, reading, slices
 from kvstore.disk.startup import settle_by_deep_check
 from kvstore.disk.store import open_for_change
 from kvstore.disk.structure import DATA_FILE, Soundness, check_deep, check_light
 
 _MAX_LISTED = 10_000
+# Keys are digests, so the blocks of any part of the key space lie all over the file. A few threads,
+# each in a part of its own, keep the disk busy while one of them computes a checksum.
+_NUM_THREADS = 4
+_NUM_PARTS = 256  # by the first byte of the key
 
 
 def verify(
@@ -34,37 +44,36 @@ def verify(
     ``corrupt`` lists ``{"key", "reason"}`` (key None: not one block), ``orphans`` keys of blocks
     without a parent record. ``ok`` is False when anything was found, repaired or not; ``fixed``
     counts what ``fix`` repaired: bad blocks become misses, derived entries are rebuilt, a file with
-    a damaged structure is set aside. ``progress(done, total)`` is called per slice of blocks.
+    a damaged structure is set aside. ``bad_blocks`` counts records without bytes at the end, kept
+    for the blocks that continue them: each is a miss, and is computed anew when it is asked for.
+    ``progress(done, total)`` is called now and then, in blocks.
 
     Raises ``ConfigError`` for a path that is no cache, ``TierBrokenError`` when ``fix`` needs the
     directory and cannot have it.
     """
     directory = existing(path)
+    whole = _Part()
     damage = _check_structure(directory, fix=fix)
     if damage:
-        found = [{"key": None, "reason": f"structure: {damage}"}]
+        whole.found(None, f"structure: {damage}")
         is_aside = fix and check_light(directory / DATA_FILE).soundness is Soundness.EMPTY
-        return _report(0, 0, found, [], int(is_aside))
+        return _report(whole, int(is_aside))
     with reading(directory) as env:
-        if env is None:
-            return _report(0, 0, [], [], 0)
-        check = _Check(env, progress)
-        check.run()
-    fixed = _repair(directory, check) if fix and (check.corrupt or check.orphans) else 0
-    orphans = [key.hex() for key in check.orphans[:_MAX_LISTED]]
-    return _report(check.num_blocks, check.num_bytes, check.corrupt[:_MAX_LISTED], orphans, fixed)
+        if env is not None:
+            whole = _check(env, progress)
+    fixed = _repair(directory, whole) if fix and not whole.is_sound else 0
+    return _report(whole, fixed)
 
 
-def _report(
-    num_blocks: int, num_bytes: int, corrupt: list[Any], orphans: list[str], fixed: int
-) -> dict[str, Any]:
+def _report(whole: "_Part", fixed: int) -> dict[str, Any]:
     return {
-        "blocks_checked": num_blocks,
-        "bytes_checked": num_bytes,
-        "corrupt": corrupt,
-        "orphans": orphans,
+        "blocks_checked": whole.total.num_blocks,
+        "bytes_checked": whole.num_bytes,
+        "corrupt": whole.corrupt[:_MAX_LISTED],
+        "orphans": [key.hex() for key in whole.orphans[:_MAX_LISTED]],
+        "bad_blocks": whole.total.num_bad,
         "fixed": fixed,
-        "ok": not corrupt and not orphans,
+        "ok": whole.is_sound,
     }
 
 
@@ -86,45 +95,129 @@ def _check_structure(directory: Path, *, fix: bool) -> str | None:
         attachment.detach()
 
 
-class _Check:
-    """One pass over index, recency and counters."""
+class _Part:
+    """What was found in a part of the cache."""
 
-    def __init__(self, env: Environment, progress: Callable[[int, int], None] | None) -> None:
-        self.num_blocks = 0
+    def __init__(self) -> None:
         self.num_bytes = 0
+        self.total = Usage()
         self.corrupt: list[dict[str, str | None]] = []
         self.orphans: list[bytes] = []
         self.bad_payloads: list[tuple[BlockRef, Record]] = []
         self.needs_rebuild = False
-        self._env = env
-        self._progress = progress
-        self._total = Usage()
-        self._expected = 0
 
-    def run(self) -> None:
-        before = self._head()
-        self._expected = before.total.num_blocks if before else 0
-        walk(self._env, self._env.index, self._check_block)
-        walk(self._env, self._env.recency, self._check_recency)
-        walk(self._env, self._env.payload, self._check_owner)
-        after = self._head()
-        # Only a cache that nobody changed meanwhile can be held against the sums of this pass.
-        is_quiet = before == after and not self.needs_rebuild
-        if before is None or after is None or (is_quiet and after.total != self._total):
-            self._found(None, "counters")
-        if self._progress is not None:
-            self._progress(self.num_blocks, self.num_blocks)
+    @property
+    def is_sound(self) -> bool:
+        return not self.corrupt and not self.orphans
 
-    def _head(self) -> Head | None:
-        with self._env.read() as txn:
-            try:
-                return Head.decode(txn.get(schema.HEAD_KEY, db=self._env.meta) or b"")
-            except SealError:
-                return None
-
-    def _found(self, key: bytes | None, reason: str, *, rebuild: bool = True) -> None:
+    def found(self, key: bytes | None, reason: str, *, rebuild: bool = True) -> None:
         self.corrupt.append({"key": key.hex() if key is not None else None, "reason": reason})
         self.needs_rebuild = self.needs_rebuild or rebuild
+
+    def add(self, other: "_Part") -> None:
+        self.num_bytes += other.num_bytes
+        self.total.add_up(other.total)
+        self.corrupt += other.corrupt
+        self.orphans += other.orphans
+        self.bad_payloads += other.bad_payloads
+        self.needs_rebuild = self.needs_rebuild or other.needs_rebuild
+
+
+def _check(env: Environment, progress: Callable[[int, int], None] | None) -> _Part:
+    """All parts, each database, and the counters."""
+    before = _head(env)
+    expected = before.total.num_blocks if before is not None else 0
+    whole = _Part()
+    with _threads() as (pool, is_over):
+        edges = [b"", *(bytes([i]) for i in range(1, _NUM_PARTS)), None]
+        parts: list[Future[_Part]] = [
+            pool.submit(_Check(env, is_over).run, first or b"", end)
+            for first, end in pairwise(edges)
+        ]
+        parts.append(pool.submit(_Check(env, is_over).run_recency))
+        for part in as_completed(parts):
+            whole.add(part.result())
+            if progress is not None:
+                done = whole.total.num_blocks
+                progress(done, max(expected, done))
+    after = _head(env)
+    # Only a cache that nobody changed meanwhile can be held against the sums of this pass.
+    is_quiet = before == after and not whole.needs_rebuild
+    if before is None or after is None or (is_quiet and after.total != whole.total):
+        whole.found(None, "counters")
+    if progress is not None:
+        progress(whole.total.num_blocks, whole.total.num_blocks)
+    return whole
+
+
+@contextmanager
+def _threads() -> Iterator[tuple[ThreadPoolExecutor, threading.Event]]:
+    """A pool, and an event that is set when the caller has enough: Ctrl-C, or the end."""
+    is_over = threading.Event()
+    pool = ThreadPoolExecutor(_NUM_THREADS, "kv-verify")
+    try:
+        yield pool, is_over
+    finally:
+        is_over.set()
+        pool.shutdown(cancel_futures=True)
+
+
+def _head(env: Environment) -> Head | None:
+    with env.read() as txn:
+        try:
+            return Head.decode(txn.get(schema.HEAD_KEY, db=env.meta) or b"")
+        except SealError:
+            return None
+
+
+class _Check:
+    """One thread's pass over a part. A finding counts when a second look confirms it."""
+
+    def __init__(self, env: Environment, is_over: threading.Event) -> None:
+        self._env = env
+        self._is_over = is_over
+        self._part = _Part()
+        self._suspects: set[bytes] = set()
+        self._is_second_look = False
+        self._buffer = np.empty(0, np.uint8)
+
+    def run(self, first: bytes, end: bytes | None) -> _Part:
+        """Blocks whose keys lie in between, and payloads that have none."""
+        self._walk(self._env.index, self._check_block, first, end)
+        self._walk(self._env.payload, self._check_owner, first, end)
+        return self._part
+
+    def run_recency(self) -> _Part:
+        self._walk(self._env.recency, self._check_recency, b"", None)
+        return self._part
+
+    def _walk(self, db: Any, visit: Visit, first: bytes, end: bytes | None) -> None:
+        def visit_suspect(txn: Any, key: bytes, value: Any) -> None:
+            if key in self._suspects:
+                visit(txn, key, value)
+
+        position = first
+        for following in slices(self._env, db, visit, first, end):
+            if self._suspects:
+                # Not by key: in a damaged tree a walk meets keys that a search does not find.
+                self._is_second_look = True
+                for _ in slices(self._env, db, visit_suspect, position, following or end):
+                    pass
+                self._is_second_look = False
+                self._suspects.clear()
+            if following is None or self._is_over.is_set():
+                return
+            position = following
+
+    def _doubt(self, key: bytes) -> bool:
+        """Whether this is the second look; else there will be one at this entry."""
+        self._suspects.add(key)
+        return self._is_second_look
+
+    def _found(self, key: bytes, reason: str, *, entry: bytes | None = None) -> None:
+        """``entry`` is the key under which the walk met it, if not the block's."""
+        if self._doubt(key if entry is None else entry):
+            self._part.found(key, reason)
 
     def _check_block(self, txn: Any, key: bytes, value: Any) -> None:
         env = self._env
@@ -133,10 +226,12 @@ class _Check:
         except SealError:
             self._found(key, "record")
             return
-        self._total.add(record, len(value))
-        if record.depth > 0 and txn.get(record.parent, db=env.index) is None:
-            self.orphans.append(key)
-            self.needs_rebuild = True
+        if not self._is_second_look:
+            self._part.total.add(record, len(value))
+        is_orphan = record.depth > 0 and txn.get(record.parent, db=env.index) is None
+        if is_orphan and self._doubt(key):
+            self._part.orphans.append(key)
+            self._part.needs_rebuild = True
         children = txn.cursor(db=env.children)
         if not children.set_key_dup(record.parent, key):
             self._found(key, "children")
@@ -147,21 +242,27 @@ class _Check:
             self._check_payload(txn, key, record)
 
     def _check_payload(self, txn: Any, key: bytes, record: Record) -> None:
-        self.num_blocks += 1
         payload = txn.get(key, db=self._env.payload)
-        reason = None
+        if payload is not None and not self._is_second_look:
+            self._part.num_bytes += len(payload)
         if payload is None or len(payload) != record.nbytes:
             reason = "length"
-        elif schema.checksum(payload) != record.checksum:
+        elif self._checksum(payload) != record.checksum:
             reason = "payload"
-        if payload is not None:
-            self.num_bytes += len(payload)
-        if reason is not None:
-            self._found(key, reason, rebuild=False)
+        else:
+            return
+        if self._doubt(key):
+            self._part.found(key, reason, rebuild=False)
             ref = BlockRef(key, record.parent, record.tokens, record.depth)
-            self.bad_payloads.append((ref, record))
-        if self._progress is not None and self.num_blocks % 256 == 0:
-            self._progress(self.num_blocks, max(self._expected, self.num_blocks))
+            self._part.bad_payloads.append((ref, record))
+
+    def _checksum(self, payload: Any) -> bytes:
+        """Of a copy, made without the interpreter lock: others run while its pages are read."""
+        if len(self._buffer) < len(payload):
+            self._buffer = np.empty(len(payload), np.uint8)
+        copy = self._buffer[: len(payload)]
+        copy[:] = np.frombuffer(payload, np.uint8)
+        return schema.checksum(copy)
 
     def _check_recency(self, txn: Any, order: bytes, key: Any) -> None:
         value = txn.get(bytes(key), db=self._env.index)
@@ -169,19 +270,19 @@ class _Check:
             record = schema.decode_record(bytes(key), value or b"")
         except SealError:
             if value is None:
-                self._found(bytes(key), "recency")
+                self._found(bytes(key), "recency", entry=order)
             return
         if record.order != order or txn.cursor(db=self._env.children).set_key(bytes(key)):
-            self._found(bytes(key), "recency")
+            self._found(bytes(key), "recency", entry=order)
 
     def _check_owner(self, txn: Any, key: bytes, value: Any) -> None:
-        record = txn.get(key, db=self._env.index)
-        if record is None:
+        if txn.get(key, db=self._env.index) is None:
             self._found(key, "payload without record")
 
 
-def _repair(directory: Path, check: _Check) -> int:
+def _repair(directory: Path, whole: _Part) -> int:
     """Bad payloads become misses; the rest is rebuilt. Returns how many findings that settles."""
     with open_for_change(directory, "verify") as store:
-        is_done = store.repair(check.bad_payloads, rebuild=check.needs_rebuild)
-    return len(check.corrupt) + len(check.orphans) if is_done else 0
+        is_done = store.repair(whole.bad_payloads, rebuild=whole.needs_rebuild)
+        whole.total.num_bad = store.stats().bad_blocks
+    return len(whole.corrupt) + len(whole.orphans) if is_done else 0

@@ -24,7 +24,7 @@ from disk_case import (
 )
 
 from kvstore.block import PutOutcome
-from kvstore.disk import DiskStore, slices
+from kvstore.disk import DiskStore, schema, slices
 from kvstore.disk.offline import (
     compact,
     evict,
@@ -103,6 +103,7 @@ def test_sound_cache_verifies(directory: Path, blocks: Blocks) -> None:
         "bytes_checked": 800 * 20_000,
         "corrupt": [],
         "orphans": [],
+        "bad_blocks": 0,
         "fixed": 0,
         "ok": True,
     }
@@ -161,6 +162,26 @@ def test_verify_finds_a_missing_entry_and_fix_restores_order(
     assert found["fixed"] == len(found["corrupt"]) + len(found["orphans"])
     assert verify(directory)["ok"]
     assert problems_on_disk(directory) == []
+
+
+def test_what_looks_wrong_once_is_not_reported(
+    directory: Path, blocks: Blocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block may be written while it is read; another transaction shows it whole."""
+    refs = blocks.chain(4)
+    with DiskStore.open(directory, capacity_bytes=8 << 20) as store:
+        store.put_group(blocks.writes(refs))
+    damage_payload(directory, blocks.payload(refs[2]))
+    seen, real = set(), schema.checksum
+
+    def torn_at_first(data: object) -> bytes:
+        digest = real(data)
+        is_first = digest not in seen
+        seen.add(digest)
+        return b"torn" if is_first else digest
+
+    monkeypatch.setattr(schema, "checksum", torn_at_first)
+    assert verify(directory)["corrupt"] == [{"key": refs[2].key.hex(), "reason": "payload"}]
 
 
 def test_verify_finds_wrong_counters(directory: Path, blocks: Blocks) -> None:
