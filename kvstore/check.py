@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.block import TierName
 from kvstore.index import NONE, VALID
+from kvstore.lease import Lease
 
 if TYPE_CHECKING:
     from kvstore.store import BlockStore
@@ -38,8 +39,15 @@ def _ids(store: "BlockStore") -> list[str]:
     """Used, free and in-flight blocks add up to the capacity, and none has two owners."""
     index, wrong = store.index, []
     in_flight = store.host_ids_in_flight()
-    private = [block for lease in store.leases for block in lease.block_ids[len(lease.slots) :]]
-    private += store.abandoned_blocks()
+    users: dict[int, list[Lease]] = {}
+    for lease in store.leases:
+        for block in lease.block_ids[len(lease.slots) :]:
+            users.setdefault(block, []).append(lease)
+    for block, leases in users.items():
+        if len(leases) > 1 and set(leases) != set(store.sharers.get(block, ())):
+            wrong.append(f"device block {block} has {len(leases)} users that do not share it")
+    wrong += [f"nobody shares device block {block}" for block in store.sharers.keys() - users]
+    private = [*users, *store.abandoned_blocks()]
     owners = {
         "device": (store.device, [index.device[slot] for slot in index.used_slots()] + private),
         "host": (store.host, [index.host[slot] for slot in index.used_slots()] + in_flight),

@@ -76,7 +76,7 @@ class Lease:
 
     block_ids      the sequence's block table: positions [i * block_size, …) lie in block_ids[i]
     slots          index slot of each block that has a key, a prefix of ``block_ids``; blocks after
-                   it are private to the sequence
+                   it are private to the sequence, or to it and those that were forked from it
     num_cached     blocks at the front that were found and not computed
     partial        the block whose head is copied into the first block after those
     num_loading    blocks whose bytes are still on their way

@@ -1,7 +1,8 @@
 """Leasing: device blocks for sequences, all a request needs or none, and what becomes of them.
 
 A lease's first blocks have keys and are shared; those after them are private to its sequence until
-they are full. What is given back stays cached until its room is needed.
+they are full, or shared with the leases that were forked from it. What is given back stays cached
+until its room is needed.
 """
 
 from collections import Counter
@@ -18,7 +19,7 @@ from kvstore.index import FAILED, LOADING, NONE, VALID, BlockIndex
 from kvstore.lease import Lease, Lookup
 from kvstore.matching import Matcher
 from kvstore.promotion import Promoter
-from kvstore.tiers.base import BlockPool
+from kvstore.tiers.base import BlockCopier, BlockPool
 from kvstore.write_behind import WriteBehind
 
 
@@ -26,6 +27,7 @@ class Leasing:
     """Owner thread only.
 
     leases          that are held now
+    sharers         leases that hold a block without a key together, by its id
     merged_blocks   computed twice, one copy kept
     decisions       leases by the reason why their prefix was loaded or computed
     """
@@ -34,6 +36,7 @@ class Leasing:
         self,
         index: BlockIndex,
         device: BlockPool,
+        copier: BlockCopier,
         matcher: Matcher,
         evictor: Evictor,
         promoter: Promoter,
@@ -44,6 +47,7 @@ class Leasing:
     ) -> None:
         self._index = index
         self._device = device
+        self._copier = copier
         self._matcher = matcher
         self._evictor = evictor
         self._promoter = promoter
@@ -53,6 +57,7 @@ class Leasing:
         self._config = config
         self._num_uses = 0
         self.leases: set[Lease] = set()
+        self.sharers: dict[int, list[Lease]] = {}
         self.merged_blocks = 0
         self.decisions: Counter[str] = Counter()
 
@@ -102,6 +107,26 @@ class Leasing:
             raise self._out_of_blocks(missing)
         lease.block_ids += self._device.allocate(missing)
 
+    def fork(self, lease: Lease, num_tokens: int) -> Lease:
+        """See ``BlockStore.fork``."""
+        num_full, num_more = divmod(num_tokens, self._layout.block_size)
+        if num_more and not self._evictor.make_device_room(1):
+            raise self._out_of_blocks(1)
+        slots, block_ids = lease.slots[:num_full], lease.block_ids[:num_full]
+        lookup = Lookup([], [], b"", lease.lookup.seed, lease.lookup.salt, is_counted=False)
+        lookup.sources = [TierName.DEVICE] * num_full
+        fork = Lease(lookup, block_ids, slots, num_full)
+        self.leases.add(fork)
+        for slot in slots:
+            self._hold(slot)
+        for block_id in block_ids[len(slots) :]:
+            self.sharers.setdefault(block_id, [lease]).append(fork)
+        if num_more:
+            copies = self._device.allocate(1)
+            self._copier.copy_within([lease.block_ids[num_full]], copies)
+            block_ids += copies
+        return fork
+
     def commit(self, lease: Lease, tokens: bytes | bytearray, num_computed: int) -> None:
         """See ``BlockStore.commit``."""
         index, block_bytes = self._index, 4 * self._layout.block_size
@@ -119,11 +144,22 @@ class Leasing:
         self._promoter.leave(lease)
         self._give_back(lease.slots)
         for block_id in lease.block_ids[len(lease.slots) :]:
-            self._promoter.free_private(block_id)
+            if not self._leave_to_others(lease, block_id):
+                self._promoter.free_private(block_id)
         self._write_behind.touch(lease.slots)
         lease.block_ids, lease.slots = [], []
         if lease.is_probe:
             lease.lookup.decision, lease.lookup.has_probed = None, True
+
+    def _leave_to_others(self, lease: Lease, block_id: int) -> bool:
+        """Whether other leases hold this block without a key, too: it is theirs now."""
+        sharers = self.sharers.get(block_id)
+        if sharers is None:
+            return False
+        sharers.remove(lease)
+        if len(sharers) == 1:
+            del self.sharers[block_id]
+        return True
 
     def _hold(self, slot: int) -> None:
         index = self._index
@@ -147,7 +183,10 @@ class Leasing:
                 policy.add(slot)
 
     def _commit_block(self, lease: Lease, position: int, ref: BlockRef) -> bool:
-        """Give one full private block its key. False when it has to stay private for now."""
+        """Give one full private block its key. False when it has to stay private for now.
+
+        All leases that share the block get it with its key: their blocks before it are the same.
+        """
         index, block_id = self._index, lease.block_ids[position]
         slot = index.slots.get(ref.key, NONE)
         if slot == NONE:
@@ -155,16 +194,17 @@ class Leasing:
         elif index.tokens[slot] != ref.tokens or index.loading[slot] != VALID:
             return False
         elif index.device[slot] != NONE:
-            lease.block_ids[position] = index.device[slot]
             self._device.free(block_id)
             self.merged_blocks += 1
-            block_id = index.device[slot]
         is_new = index.device[slot] == index.host[slot] == NONE
         if index.device[slot] == NONE:
             self._events.stored(TierName.DEVICE, slot)
-        index.device[slot] = block_id
-        self._hold(slot)
-        lease.slots.append(slot)
+            index.device[slot] = block_id
+        for sharer in self.sharers.pop(block_id, (lease,)):
+            assert len(sharer.slots) == position, "leases share a block and not those before it"
+            sharer.block_ids[position] = index.device[slot]
+            self._hold(slot)
+            sharer.slots.append(slot)
         if is_new:
             # Computed although disk holds it: not written again, unless it could not be read.
             lookup = lease.lookup

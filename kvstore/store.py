@@ -5,6 +5,7 @@ The life of a request's blocks::
     lookup    which blocks of the prefix are known, memory at once, disk by a probe
     reserve   all device blocks of prefix and first chunk, or none; promotions start
     extend    room for the tokens that are computed next
+    fork      a second sequence goes on from here
     commit    full blocks get their key, become findable, and dirty
     release   the blocks stay cached until their room is needed
 
@@ -18,7 +19,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 
 from kvstore.block import BlockLayout, TierName
 from kvstore.check import check
@@ -161,6 +162,7 @@ class BlockStore:
         self._leasing = Leasing(
             self.index,
             device,
+            copier,
             self._matcher,
             self._evictor,
             self._promoter,
@@ -268,6 +270,18 @@ class BlockStore:
         """Make the lease cover ``num_tokens`` positions. Raises ``OutOfBlocksError`` unchanged."""
         self._check_open()
         self._leasing.extend(lease, num_tokens)
+
+    def fork(self, lease: Lease, num_tokens: int) -> Lease:
+        """A lease of its own on the first ``num_tokens`` positions of another, which are computed.
+
+        Full blocks are shared; what lies in the block after them is copied, so that both sequences
+        may go on. The lease must be ready, and either may end first. Raises ``OutOfBlocksError``
+        unchanged.
+        """
+        self._check_open()
+        assert lease.is_ready, "what is forked must be readable"
+        assert not lease.failed_keys, "what is forked must be readable"
+        return self._leasing.fork(lease, num_tokens)
 
     def commit(self, lease: Lease, tokens: bytes | bytearray, num_computed: int) -> None:
         """Give keys to the blocks that are full now.
@@ -420,6 +434,11 @@ class BlockStore:
     def leases(self) -> Set[Lease]:
         """Leases that are held now."""
         return self._leasing.leases
+
+    @property
+    def sharers(self) -> Mapping[int, Sequence[Lease]]:
+        """Leases that share a device block that has no key, by its id."""
+        return self._leasing.sharers
 
     @property
     def policy(self) -> VictimPolicy:

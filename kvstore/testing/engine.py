@@ -66,11 +66,22 @@ class FakeEngine:
                 self.store.run_until_idle(1.0)
                 self.store.flush(1.0)
 
-    def compute(self, lease: Lease, token_ids: Sequence[int]) -> None:
-        """Fill the positions the lease has not cached, and commit."""
-        for at in range(lease.num_cached_tokens(self._block_size), len(token_ids)):
+    def compute(
+        self,
+        lease: Lease,
+        token_ids: Sequence[int],
+        start: int | None = None,
+        *,
+        commits: bool = True,
+    ) -> None:
+        """Fill the positions from ``start`` on, by default those the lease has not cached, and
+        commit."""
+        if start is None:
+            start = lease.num_cached_tokens(self._block_size)
+        for at in range(start, len(token_ids)):
             self._position(lease, at)[:] = self._content(token_ids, at)
-        self.store.commit(lease, encode_tokens(token_ids), len(token_ids))
+        if commits:
+            self.store.commit(lease, encode_tokens(token_ids), len(token_ids))
 
     def run(self, token_ids: Sequence[int], salt: str = "") -> Lookup:
         """One whole request; returns its lookup, whose sources tell what was cached where."""
@@ -80,7 +91,11 @@ class FakeEngine:
         return lease.lookup
 
     def check_cached(self, lease: Lease, token_ids: Sequence[int]) -> None:
-        for at in range(lease.num_cached_tokens(self._block_size)):
+        self.check_content(lease, token_ids[: lease.num_cached_tokens(self._block_size)])
+
+    def check_content(self, lease: Lease, token_ids: Sequence[int]) -> None:
+        """The lease's first positions hold what belongs to these tokens."""
+        for at in range(len(token_ids)):
             served = self._position(lease, at)
             assert (served == self._content(token_ids, at)).all(), "a wrong block was served"
 

@@ -72,6 +72,75 @@ def test_a_failed_reservation_changes_nothing(make_engine):
     engine.store.release(held)
 
 
+def test_a_fork_shares_full_blocks_and_copies_the_last_one(make_engine):
+    engine = make_engine(8)
+    stem = A + B + [3, 3]
+    first = engine.start(stem)
+    engine.compute(first, stem)
+    second = engine.store.fork(first, len(stem))
+    assert second.block_ids[:2] == first.block_ids[:2]
+    assert second.block_ids[2] != first.block_ids[2]
+    engine.compute(first, [*stem, 4, 4], len(stem))
+    engine.compute(second, [*stem, 5, 5], len(stem))
+    engine.check_content(first, [*stem, 4, 4])
+    engine.store.release(first)
+    engine.check_content(second, [*stem, 5, 5])
+    engine.store.release(second)
+    assert sources(engine.look_up([*stem, 4, 4, *END])) == ["device"] * 3
+    assert sources(engine.look_up([*stem, 5, 5, *END])) == ["device"] * 3
+
+
+def test_a_fork_at_the_end_of_a_block_takes_no_room(make_engine):
+    engine = make_engine(2)
+    first = engine.start(A + B)
+    engine.compute(first, A + B)
+    second = engine.store.fork(first, 8)
+    assert second.block_ids == first.block_ids
+    engine.store.release(second)
+    engine.store.release(first)
+
+
+def test_a_fork_without_room_changes_nothing(make_engine):
+    engine = make_engine(2)
+    first = engine.start([*A, 2])
+    engine.compute(first, [*A, 2])
+    with pytest.raises(OutOfBlocksError):
+        engine.store.fork(first, 5)
+    assert engine.store.leases == {first}
+    assert engine.store.check() == []
+    engine.store.release(first)
+
+
+def test_blocks_without_keys_are_shared_until_their_last_user_ends(make_engine):
+    """Nothing is committed, as with caching off."""
+    engine = make_engine(4)
+    first = engine.start(A + B)
+    engine.compute(first, A + B, commits=False)
+    second = engine.store.fork(first, 8)
+    third = engine.store.fork(second, 4)
+    assert engine.store.check() == []
+    engine.store.release(first)
+    engine.check_content(second, A + B)
+    engine.store.release(second)
+    engine.check_content(third, A)
+    assert engine.store.device.num_free == 3
+    engine.store.release(third)
+    assert engine.store.device.num_free == 4
+
+
+def test_a_shared_block_gets_its_key_for_all_who_share_it(make_engine):
+    engine = make_engine(4)
+    first = engine.start(A + B)
+    engine.compute(first, A + B, commits=False)
+    second = engine.store.fork(first, 8)
+    engine.compute(second, A + B, 8)
+    assert first.slots == second.slots
+    engine.store.release(second)
+    assert engine.store.check() == []
+    engine.check_content(first, A + B)
+    engine.store.release(first)
+
+
 def test_device_victims_go_to_host_and_come_back(make_engine):
     engine = make_engine(4, host_blocks=8)
     engine.run(A + B + END)

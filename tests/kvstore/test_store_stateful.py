@@ -46,10 +46,12 @@ _STEPS_A_RUN = 40
 
 @dataclass(eq=False)
 class Entry:
-    """A request's lease, None when there was no room for it, and its tokens so far."""
+    """A request's lease, None when there was no room for it, and its tokens so far, of which the
+    first ``num_computed`` are in its blocks."""
 
     lease: Lease | None
     tokens: list[int]
+    num_computed: int = 0
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -128,22 +130,55 @@ class StoreMachine(RuleBasedStateMachine):
         self.grow(entry, [])
         self.give_back(entry)
 
-    @rule(entry=leases, more=MORE)
-    def compute(self, entry, more):
-        """The sequence computes what is missing, and grows."""
-        self.grow(entry, more)
+    @rule(entry=leases, more=MORE, commits=st.booleans())
+    def compute(self, entry, more, commits):
+        """The sequence computes what is missing, and grows. Without a commit its full blocks stay
+        without keys, as when caching is off."""
+        self.grow(entry, more, commits=commits)
 
-    def grow(self, entry, more):
+    def grow(self, entry, more, *, commits=True):
         lease, tokens = entry.lease, entry.tokens
-        if entry not in self.held or not lease.is_ready or lease.failed_keys:
+        if not self.is_readable(entry):
             return
         self.engine.check_cached(lease, tokens)
+        self.engine.check_content(lease, tokens[: entry.num_computed])
         try:
             self.store.extend(lease, len(tokens) + len(more))
         except OutOfBlocksError:
             more = []
         tokens += more
-        self.engine.compute(lease, tokens)
+        start = max(entry.num_computed, lease.num_cached_tokens(LAYOUT.block_size))
+        self.engine.compute(lease, tokens, start, commits=commits)
+        entry.num_computed = len(tokens)
+
+    def is_readable(self, entry):
+        return entry in self.held and entry.lease.is_ready and not entry.lease.failed_keys
+
+    @precondition(lambda self: any(map(self.is_readable, self.held)))
+    @rule(
+        target=leases,
+        choice=st.integers(0, 100),
+        fewer=st.sampled_from([0, 0, 1, 3]),
+        commits=st.booleans(),
+        more=st.tuples(MORE, MORE),
+    )
+    def fork(self, choice, fewer, commits, more):
+        """A sequence goes on from what another has computed, or from a part of it; both go on."""
+        readable = [entry for entry in self.held if self.is_readable(entry)]
+        entry = readable[choice % len(readable)]
+        self.grow(entry, [], commits=commits)
+        num_tokens = max(0, entry.num_computed - fewer)
+        fork = Entry(None, entry.tokens[:num_tokens], num_tokens)
+        before = self.store.device.num_free, list(self.store.index.refcount)
+        try:
+            fork.lease = self.store.fork(entry.lease, num_tokens)
+        except OutOfBlocksError:
+            assert before == (self.store.device.num_free, list(self.store.index.refcount))
+            return fork
+        self.held.append(fork)
+        for each, tokens in zip((fork, entry), more, strict=True):
+            self.grow(each, tokens, commits=commits)
+        return fork
 
     @rule(entry=consumes(leases))
     def release(self, entry):
@@ -151,6 +186,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.give_back(entry)
 
     def give_back(self, entry):
+        if self.is_readable(entry):
+            self.engine.check_content(entry.lease, entry.tokens[: entry.num_computed])
         if entry in self.held:
             self.held.remove(entry)
             self.store.release(entry.lease)
