@@ -49,6 +49,10 @@ cli = Group(
         "ask": "Answer questions about a document.",
         "inspect": "Show what is in a cache directory.",
         "verify": "Check every block in a cache directory.",
+        "evict": "Drop blocks by age, model, document or size.",
+        "compact": "Give unused pages back to the volume.",
+        "export": "Write blocks to a file or a pipe.",
+        "import": "Put the blocks of an export into a cache.",
         "bench": "Run a benchmark of this checkout.",
     },
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -66,9 +70,13 @@ def run(arguments: Sequence[str]) -> int:
         status = _dispatch(list(arguments))
         sys.stdout.flush()
     except BrokenPipeError:
-        # The interpreter flushes stdout once more at its end; that must not fail.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return FINE
+    except OSError as error:
+        _drop_output()
+        name = f"{error.filename}: " if error.filename else ""
+        print(f"kvstore: {name}{error.strerror or error}", file=sys.stderr)
+        return FAILED
     except (KeyboardInterrupt, click.Abort):
         print("kvstore: interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -83,6 +91,11 @@ def run(arguments: Sequence[str]) -> int:
         print(f"kvstore: {error}", file=sys.stderr)
         return FAILED
     return status
+
+
+def _drop_output() -> None:
+    """The interpreter flushes stdout once more at its end; that must not fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _dispatch(arguments: list[str]) -> int:

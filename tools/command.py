@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from keyword import iskeyword
 from typing import Any
 
 import click
@@ -51,7 +52,7 @@ class Group(Command, click.Group):
     """A command of commands, each imported when it is run: help names them without that.
 
     ``summaries`` maps the name of a command to what help says of it. The command ``x`` is ``x`` in
-    ``tools/x_command.py``.
+    ``tools/x_command.py``, or ``x_`` where Python keeps the word for itself.
     """
 
     def __init__(self, *arguments: Any, summaries: Mapping[str, str], **keywords: Any) -> None:
@@ -64,7 +65,8 @@ class Group(Command, click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self.summaries:
             return None
-        command: click.Command = getattr(import_module(f"tools.{cmd_name}_command"), cmd_name)
+        name = f"{cmd_name}_" if iskeyword(cmd_name) else cmd_name
+        command: click.Command = getattr(import_module(f"tools.{cmd_name}_command"), name)
         return command
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

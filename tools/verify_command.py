@@ -1,43 +1,49 @@
 """``kvstore verify DIR``: is every block in a cache directory what it was when it was written?"""
 
 import json
-import sys
 from typing import Any
 
 import click
 
 from tools.command import JSON_OPTION, Command
+from tools.parameters import directory_argument
 from tools.sizes import format_bytes
+from tools.terminal import progress_bar
 
 _SHOWN = 10  # bad blocks that are listed for people; --json has them all
 
 
-def _verify(directory: str, fix: bool, as_json: bool) -> int:
+def _verify(directory: str, fix: bool, dry_run: bool, as_json: bool) -> int:
     from kvstore.disk.offline import verify as verify_directory
 
-    report = verify_directory(directory, fix=fix, progress=_show_progress)
-    click.echo(json.dumps(report, indent=2) if as_json else _describe(report))
+    with progress_bar("verifying") as advance:
+        report = verify_directory(directory, fix=fix and not dry_run, progress=advance)
+    click.echo(json.dumps(report, indent=2) if as_json else _describe(report, fix, dry_run))
     return 0 if report["ok"] else 1
 
 
-def _show_progress(done: int, total: int) -> None:
-    """One line that is written over, on a terminal; else nothing."""
-    if sys.stderr.isatty():
-        end = "\n" if done >= total else ""
-        print(f"\rchecked {done:,} of {total:,} blocks", end=end, file=sys.stderr, flush=True)
-
-
-def _describe(report: dict[str, Any]) -> str:
+def _describe(report: dict[str, Any], fix: bool, dry_run: bool) -> str:
     corrupt = [f"{found['key'] or 'the cache'}: {found['reason']}" for found in report["corrupt"]]
+    orphans = [f"{key}: nothing it continues" for key in report["orphans"]]
+    num_found = len(corrupt) + len(orphans)
     lines = [
         f"checked     {report['blocks_checked']:,} blocks, {format_bytes(report['bytes_checked'])}",
         *_listed("corrupt", corrupt),
-        *_listed("orphans", report["orphans"]),
+        *_listed("orphans", orphans),
     ]
     if report["fixed"]:
-        lines.append(f"fixed       {report['fixed']:,}")
+        lines.append(f"fixed       {report['fixed']:,}; what was dropped is computed anew")
+    elif fix and dry_run and not report["ok"]:
+        lines.append(
+            f"would fix   {num_found:,}: drop what is bad, and rebuild the index from the rest"
+        )
     elif not report["ok"]:
         lines.append("Run it again with --fix to drop what is bad; it is then computed anew.")
+    if report["bad_blocks"]:
+        lines.append(
+            f"waiting     {report['bad_blocks']:,} blocks without bytes: others continue them, so "
+            "their place is kept until they are computed anew"
+        )
     return "\n".join(lines)
 
 
@@ -52,16 +58,18 @@ verify = Command(
     name="verify",
     callback=_verify,
     help="Check every block in a cache directory: checksum, tokens, parent. Exit status 1 if "
-    "anything was bad, also when --fix repaired it. An engine may be using the directory.",
+    "anything was bad, also when --fix repaired it. An engine may be using the directory; without "
+    "one the structure of the file is checked, too.",
     examples=(
         "kvstore verify ~/.cache/kvstore/cache",
         "kvstore verify ~/.cache/kvstore/cache --fix",
     ),
     params=[
-        click.Argument(["directory"], metavar="DIR"),
+        directory_argument(),
         click.Option(
             ["--fix"], is_flag=True, help="Repair: what is bad is dropped and computed anew."
         ),
+        click.Option(["--dry-run"], is_flag=True, help="With --fix: say what it would do."),
         JSON_OPTION,
     ],
 )

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvstore.disk import places, schema
 from kvstore.disk.carry import export_documents, import_documents
-from kvstore.disk.compact import compact
+from kvstore.disk.compact import compact, require_alone
 from kvstore.disk.environment import Environment
 from kvstore.disk.evict import evict
 from kvstore.disk.schema import Head, Record, SealError, Usage
@@ -29,6 +29,7 @@ __all__ = [
     "export_documents",
     "import_documents",
     "list_blocks",
+    "require_alone",
     "summarize",
     "verify",
 ]

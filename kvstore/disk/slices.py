@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import lmdb
+
 from kvstore.disk import places, registry
 from kvstore.disk.environment import Environment, State
 from kvstore.disk.structure import DATA_FILE, Soundness, check_light
@@ -36,6 +38,11 @@ def reading(path: str | Path) -> Iterator[Environment | None]:
         if env.state is not State.OK:
             raise TierBrokenError(env.reason or f"{directory}: cannot be read", tier="disk")
         yield env
+    except lmdb.Error as error:
+        raise TierBrokenError(
+            f"{directory}: the database cannot be read ({error}); run: kvstore verify {directory}",
+            tier="disk",
+        ) from error
     finally:
         registry.release(env)
 

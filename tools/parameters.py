@@ -1,0 +1,103 @@
+"""Kinds of arguments: directories, files, sizes and ages, and how a shell completes them."""
+
+import re
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem
+
+from kvstore.config import parse_size
+from kvstore.errors import ConfigError
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_AGE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([smhdw])")
+
+
+class Directory(click.ParamType):
+    """A directory; whether it is one, and a cache, is for the store to say."""
+
+    name = "directory"
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        return [CompletionItem(incomplete, type="dir")]
+
+
+class File(click.ParamType):
+    name = "file"
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        return [CompletionItem(incomplete, type="file")]
+
+
+class Size(click.ParamType):
+    """Bytes from a text such as ``10GiB``."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            return parse_size(int(value) if str(value).isdigit() else value, "size")
+        except ConfigError:
+            self.fail(f"expected a size like 512MiB or 10GB, got {value}", param, ctx)
+
+
+class Age(click.ParamType):
+    """Seconds from a text such as ``7d``."""
+
+    name = "age"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        match = _AGE.fullmatch(str(value).strip().lower())
+        if match is None:
+            self.fail(f"expected a time like 90m, 12h, 7d or 2w, got {value}", param, ctx)
+        return float(match[1]) * _SECONDS[match[2]]
+
+
+class Namespace(click.ParamType):
+    """The beginning of a namespace's id, or a model's name; completed from the cache."""
+
+    name = "namespace"
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        from kvstore.disk.offline import summarize
+        from kvstore.errors import KVStoreError
+
+        try:
+            found = summarize(ctx.params["directory"])["namespaces"]
+        except (KVStoreError, OSError, KeyError, TypeError):
+            return []
+        return [
+            CompletionItem(text, help=f"{each['blocks']} blocks")
+            for each in found
+            for text in (each["model"] or "", each["id"][:12])
+            if text and text.startswith(incomplete)
+        ]
+
+
+def directory_argument() -> click.Argument:
+    return click.Argument(["directory"], metavar="DIR", type=Directory())
+
+
+def yes_option() -> click.Option:
+    return click.Option(["-y", "--yes"], is_flag=True, help="Do not ask.")
+
+
+def namespace_option(what: str) -> click.Option:
+    return click.Option(
+        ["--namespace"],
+        metavar="ID",
+        type=Namespace(),
+        help=f"{what} of this model: its name, or the beginning of its namespace's id.",
+    )
+
+
+def document_option(what: str) -> click.Option:
+    return click.Option(["--document"], metavar="KEY", help=what)
