@@ -163,7 +163,8 @@ def bench_get(root: Path, value_bytes: int, num_blocks: int, runs: int) -> list[
         bare.put([ref.key for ref in group], payload)
     # As many destinations as a promoted prefix has blocks: one that is filled again and again would
     # stay in the processor's cache, which no device block does.
-    blocks = [memoryview(bytearray(value_bytes)) for _ in range((64 << 20) // value_bytes)]
+    num_buffers = min(num_blocks, (64 << 20) // value_bytes)
+    blocks = [memoryview(bytearray(value_bytes)) for _ in range(num_buffers)]
     buffers = blocks[:16]
     for ref in refs:  # a page's first touch by a process is a fault, cached or not
         store.read_into(ref, buffers[0])
