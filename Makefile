@@ -3,6 +3,7 @@
 # make soak-store  200,000 random operations on the block store
 # make soak-kernels  thousands of random shapes through the kernels
 # make soak-disk   the disk tier killed, damaged and shared for half an hour
+# make bench-smoke  toy sizes of every benchmark, their ratios held against bounds
 # make lint        ruff, formatting, types
 # make clean       removes .venv and what the tools left behind
 #
@@ -20,7 +21,7 @@ export GOMP_SPINCOUNT ?= 0
 # or a checkout that was moved makes the install unfinished again.
 $(shell [ -x $(PY) ] && [ "$$(cat $(STAMP) 2>/dev/null)" = "$$(pwd -P)" ] || rm -f $(STAMP))
 
-.PHONY: help install demo test test-kvstore test-kernels test-engine test-tools soak-store soak-kernels soak-disk lint clean
+.PHONY: help install demo test test-kvstore test-kernels test-engine test-tools soak-store soak-kernels soak-disk bench-smoke lint clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -60,7 +61,7 @@ test-engine: install
 	$(PY) -m pytest tests/engine
 
 test-tools: install
-	$(PY) -m pytest tests/tools tests/test_repository.py
+	$(PY) -m pytest tests/tools tests/benchmarks tests/test_repository.py
 
 # 200,000 random operations on the store, every invariant checked after each.
 soak-store: install
@@ -71,6 +72,9 @@ soak-kernels: install
 
 soak-disk: install
 	$(PY) -m pytest -m soak -o faulthandler_timeout=0 tests/kvstore/disk
+
+bench-smoke: install
+	$(PY) benchmarks/smoke.py
 
 lint: install
 	$(PY) -m ruff check .

@@ -42,23 +42,22 @@ def _command(name: str) -> str:
 
 def _table(records: Sequence[Record]) -> list[str]:
     """Columns are what differs; what all records share stands once below."""
-    names = [name for name in dict.fromkeys(key for r in records for key in r) if _is_shown(name)]
+    names = [name for r in records for name in r if name not in _NOT_SHOWN]
+    names = list(dict.fromkeys(names))
     shared = [
         name
         for name in names
-        if len(records) > 1 and all(r.get(name) == records[0].get(name) for r in records)
+        if name != "goal" and all(r.get(name) == records[0].get(name) for r in records)
     ]
+    if len(records) == 1:
+        shared = []
     columns = [name for name in names if name not in shared]
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     lines += ["| " + " | ".join(_cell(name, r) for name in columns) + " |" for r in records]
     if shared:
-        same = ", ".join(f"{name} {text(records[0].get(name))}" for name in shared)
+        same = ", ".join(f"{name} {_cell(name, records[0])}" for name in shared)
         lines += ["", f"In all rows: {same}."]
     return lines
-
-
-def _is_shown(name: str) -> bool:
-    return name not in _NOT_SHOWN
 
 
 def _cell(name: str, record: Record) -> str:
