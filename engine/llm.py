@@ -210,8 +210,8 @@ class LLM:
     def reset_prefix_cache(self, tier: str | None = None, *, cache_salt: str | None = None) -> int:
         """Forget this model's cached blocks of one salt, in one tier or in all of them.
 
-        Blocks in use are skipped; returns how many were. With ``tier="device"`` or ``"host"`` only
-        that tier's copies go: what disk does not hold yet is written first.
+        What is in use or pinned is skipped; returns how many copies were. With ``tier="device"`` or
+        ``"host"`` only that tier's copies go: what disk does not hold yet is written first.
         """
         name, salt = None if tier is None else _tier_name(tier), cache_salt or ""
         check_salt(salt)
@@ -220,9 +220,10 @@ class LLM:
         if name is not TierName.DISK:
             skipped = self._core.call(lambda: store.reset(name, salt))
         if name in (None, TierName.DISK):
-            cleared = threading.Event()
-            self._core.call(lambda: store.clear_disk(salt, cleared.set))
-            self._core.wait_for(cleared.is_set)
+            kept: list[int] = []
+            self._core.call(lambda: store.clear_disk(salt, kept.append))
+            self._core.wait_for(lambda: bool(kept))
+            skipped += sum(kept)
         return skipped
 
     def flush(self, timeout: float | None = None) -> bool:

@@ -94,6 +94,14 @@ class BlockWrite:
     payload: bytes | bytearray | memoryview
 
 
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """What became of blocks that were to be dropped: so many went, so many stayed, being pinned."""
+
+    num_blocks: int
+    num_pinned: int
+
+
 class PutOutcome(Enum):
     """What became of one block of a group that was put."""
 

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 def check(store: "BlockStore") -> list[str]:
     """Sentences, one for each violated invariant; empty when all hold."""
-    return [*_slots(store), *_ids(store), *_users(store), *_orders(store), *_events(store)]
+    parts = (_slots, _ids, _users, _orders, _pins, _events)
+    return [sentence for part in parts for sentence in part(store)]
 
 
 def _slots(store: "BlockStore") -> list[str]:
@@ -101,6 +102,22 @@ def _orders(store: "BlockStore") -> list[str]:
             wrong.append("an order's links are broken")
         if any(not index.key[slot] for slot in members):
             wrong.append("an order holds an unused slot")
+    return wrong
+
+
+def _pins(store: "BlockStore") -> list[str]:
+    """What is held has a copy in memory; pins take at most half of the slowest memory tier."""
+    index, pinning = store.index, store.pinning
+    wrong = [
+        f"slot {slot} is held and has no copy"
+        for slot in pinning.held
+        if not index.key[slot] or index.device[slot] == index.host[slot] == NONE
+    ]
+    capacity = (store.host or store.device).capacity
+    if len(pinning.pinned) > capacity // 2:
+        wrong.append(f"{len(pinning.pinned)} of {capacity} blocks are pinned")
+    if not pinning.pinned.keys() <= pinning.held.keys():
+        wrong.append("a pinned block is not held")
     return wrong
 
 

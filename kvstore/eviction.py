@@ -4,20 +4,19 @@
                     without a host tier, written to disk first when dirty
     host victim     dropped when clean, written to disk first when dirty
 
-Who is a victim is the policy's to say, but a prefix is always given up from its end. A pinned block
-never leaves the slowest memory tier.
+Who is a victim is the policy's to say, but a prefix is always given up from its end. A block that
+is held (``pinning``) never leaves the slowest memory tier.
 """
 
 import logging
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Set
 from itertools import islice
 
 from kvstore.block import TierName
 from kvstore.config import StoreConfig
-from kvstore.errors import CapacityError, KVStoreError
+from kvstore.errors import KVStoreError
 from kvstore.events import EventLog
 from kvstore.index import NONE, VALID, BlockIndex
-from kvstore.lease import Pin
 from kvstore.policy import POLICIES, Prioritised
 from kvstore.tiers.base import BlockPool
 from kvstore.transfer import TransferLoop
@@ -41,12 +40,13 @@ class Evictor:
         config: StoreConfig,
         clock: Callable[[], float],
         events: EventLog,
+        held: Mapping[int, int],
     ) -> None:
         self._index = index
         self._events = events
         make_policy = POLICIES[config.policy]
         self.policy = Prioritised(lambda: make_policy(index, device.capacity), clock)
-        self.pins: dict[int, int] = {}  # by slot: holds against being lost
+        self._held = held
         self._device = device
         self._host = host
         self._transfer = transfer
@@ -60,8 +60,8 @@ class Evictor:
     @property
     def available_blocks(self) -> int:
         """Device blocks that are free, or can be once copies under way have ended."""
-        pinned = 0 if self._host else sum(slot in self.policy for slot in self.pins)
-        return self._device.num_free + len(self.policy) - pinned
+        held = 0 if self._host else sum(slot in self.policy for slot in self._held)
+        return self._device.num_free + len(self.policy) - held
 
     def make_device_room(self, count: int, keep: Set[int] = frozenset()) -> bool:
         """Whether ``count`` device blocks are free now, evicting victims if that makes them so.
@@ -76,7 +76,7 @@ class Evictor:
         if len(victims) < missing:
             return False
         unready = [slot for slot in victims if not self._is_on_host(slot)]
-        passing = {slot for slot in self._demote(unready) if slot not in self.pins}
+        passing = {slot for slot in self._demote(unready) if slot not in self._held}
         unready = [slot for slot in unready if slot not in passing or not self._is_clean(slot)]
         self._write_behind.urge(slot for slot in unready if slot in passing)
         if unready:
@@ -85,19 +85,6 @@ class Evictor:
             self.drop_device(slot)
             self.evicted_blocks["device"] += 1
         return True
-
-    def pin(self, slots: Sequence[int]) -> Pin:
-        """See ``BlockStore.pin``."""
-        pool = self._host or self._device
-        num_pinned = len(self.pins.keys() | set(slots))
-        if num_pinned > pool.capacity // 2:
-            raise CapacityError(
-                f"pins would hold {num_pinned} of {pool.capacity} blocks; at most half of a tier "
-                f"may be pinned: raise {'host' if self._host else 'device'}_cache, or unpin"
-            )
-        for slot in slots:
-            self.pins[slot] = self.pins.get(slot, 0) + 1
-        return Pin(len(slots), lambda: self._unpin(slots))
 
     def pump(self) -> None:
         """Copy the next victims to host ahead of need once the device is nearly full."""
@@ -142,7 +129,7 @@ class Evictor:
                 break
             may_demote = self._host is not None and not self.host_failure
             is_last_copy = not may_demote and index.host[slot] == NONE
-            if slot in keep or (slot in self.pins and is_last_copy):
+            if slot in keep or (slot in self._held and is_last_copy):
                 continue
             has_child = any(
                 index.device[child] != NONE and child not in chosen
@@ -156,12 +143,6 @@ class Evictor:
         chosen.update(dict.fromkeys(passed_over[::-1][: count - len(chosen)]))
         return list(chosen)
 
-    def _unpin(self, slots: Sequence[int]) -> None:
-        for slot in slots:
-            self.pins[slot] -= 1
-            if self.pins[slot] == 0:
-                del self.pins[slot]
-
     def _is_on_host(self, slot: int) -> bool:
         return self._index.host[slot] != NONE and not self._index.transfers[slot]
 
@@ -173,17 +154,17 @@ class Evictor:
 
         A victim displaces only blocks used longer ago than itself. So one that is older than all of
         the host tier, or has none, passes it by, and victims never push each other out in turn. A
-        pinned one displaces any block that is not pinned.
+        held one displaces any block that is not held.
         """
         if self._host is None or self.host_failure:
             return victims
         index, room = self._index, self._host.num_free
         oldest_on_host = (
-            slot for slot in index.host_lru if not index.transfers[slot] and slot not in self.pins
+            slot for slot in index.host_lru if not index.transfers[slot] and slot not in self._held
         )
         staying, displaced, passing = [], [], []
-        pinned_last = sorted(victims, key=self.pins.__contains__)
-        for victim in reversed(pinned_last):
+        held_last = sorted(victims, key=self._held.__contains__)
+        for victim in reversed(held_last):
             if index.transfers[victim]:
                 continue
             if room:
@@ -192,7 +173,7 @@ class Evictor:
                 continue
             oldest = next(oldest_on_host, NONE)
             is_younger = oldest != NONE and index.used_at[oldest] < index.used_at[victim]
-            if oldest == NONE or not (is_younger or victim in self.pins):
+            if oldest == NONE or not (is_younger or victim in self._held):
                 passing.append(victim)
             elif oldest in index.dirty:
                 self._write_behind.urge((oldest,))

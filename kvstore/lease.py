@@ -6,6 +6,7 @@ from enum import Enum, auto
 
 from kvstore.block import BlockRef, TierName
 from kvstore.cost import LoadDecision
+from kvstore.errors import KVStoreError
 
 
 class LookupState(Enum):
@@ -117,10 +118,18 @@ class Lease:
 
 
 class Pin:
-    """Keeps blocks from being lost, until ``release`` or the end of a ``with`` block."""
+    """Keeps blocks from being lost, until ``release`` or the end of a ``with`` block.
 
-    def __init__(self, num_blocks: int, release: Callable[[], None]) -> None:
+    is_settled   False while disk is not told of it yet: its blocks are being written
+    error        why it holds nothing although it is settled, None when all is well
+    """
+
+    def __init__(
+        self, num_blocks: int, release: Callable[[], None], *, is_settled: bool = True
+    ) -> None:
         self.num_blocks = num_blocks
+        self.is_settled = is_settled
+        self.error: KVStoreError | None = None
         self._release: Callable[[], None] | None = release
 
     def release(self) -> None:

@@ -7,6 +7,7 @@ from kvstore.events import EventLog
 from kvstore.eviction import Evictor
 from kvstore.lease import Lookup
 from kvstore.leasing import Leasing
+from kvstore.pinning import Pinning
 from kvstore.promotion import Promoter
 from kvstore.stats import StoreStats, TierStats
 from kvstore.tiers.base import BlockCopier, BlockPool, DiskTier
@@ -28,6 +29,7 @@ class Reporter:
         promoter: Promoter,
         leasing: Leasing,
         write_behind: WriteBehind,
+        pinning: Pinning,
         events: EventLog,
     ) -> None:
         self._layout = layout
@@ -39,6 +41,7 @@ class Reporter:
         self._promoter = promoter
         self._leasing = leasing
         self._write_behind = write_behind
+        self._pinning = pinning
         self._events = events
         self._looked_up = 0
         self._hits: Counter[str] = Counter()
@@ -81,6 +84,7 @@ class Reporter:
                 misses=self._misses[name],
                 stored_blocks=self._events.stored_blocks[name],
                 removed_blocks=self._events.removed_blocks[name],
+                pinned_blocks=self._pinning.count(name),
             )
         tiers["disk"] = self._disk_stats(disk, disk_off)
         return StoreStats(
@@ -117,4 +121,5 @@ class Reporter:
             misses=self._misses["disk"],
             stored_blocks=self._events.stored_blocks["disk"],
             removed_blocks=self._events.removed_blocks["disk"],
+            pinned_blocks=disk.pinned_blocks if disk else 0,
         )

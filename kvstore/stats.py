@@ -19,6 +19,7 @@ class TierStats:
     misses           blocks that neither a faster tier held nor this one
     stored_blocks    blocks it came to hold since the store was opened; of disk, what this process
     removed_blocks   wrote, and blocks that left it; of disk, what this process evicted or cleared
+    pinned_blocks    of those it holds, what pins protect; on disk, those of all processes
     """
 
     state: str
@@ -31,6 +32,7 @@ class TierStats:
     misses: int = 0
     stored_blocks: int = 0
     removed_blocks: int = 0
+    pinned_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

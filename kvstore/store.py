@@ -21,11 +21,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
 
-from kvstore.block import BlockLayout, TierName
+from kvstore.block import BlockLayout, Removal, TierName
 from kvstore.check import check
 from kvstore.config import StoreConfig
 from kvstore.cost import CostModel
-from kvstore.errors import KVStoreError, OutOfBlocksError, StoreClosedError
+from kvstore.errors import ConfigError, KVStoreError, OutOfBlocksError, StoreClosedError
 from kvstore.event_file import EventFile
 from kvstore.events import EventLog
 from kvstore.eviction import Evictor
@@ -34,6 +34,7 @@ from kvstore.index import NONE, VALID, BlockIndex
 from kvstore.lease import Lease, Lookup, LookupState, Pin
 from kvstore.leasing import Leasing
 from kvstore.matching import Matcher
+from kvstore.pinning import Pinning
 from kvstore.policy import VictimPolicy
 from kvstore.promotion import Promoter
 from kvstore.reporting import Reporter
@@ -132,6 +133,7 @@ class BlockStore:
             is_on=disk is not None and self.config.disk_mode == "rw",
             on_broken=self._lose_disk,
         )
+        self._pinning = Pinning(self.index, device, self.host, self._transfer, self._write_behind)
         self._evictor = Evictor(
             self.index,
             device,
@@ -141,6 +143,7 @@ class BlockStore:
             self.config,
             clock,
             self.events,
+            self._pinning.held,
         )
         self._promoter = Promoter(
             self.index,
@@ -181,6 +184,7 @@ class BlockStore:
             self._promoter,
             self._leasing,
             self._write_behind,
+            self._pinning,
             self.events,
         )
         self._prefetches: list[tuple[Lookup, Lease | None]] = []
@@ -243,15 +247,39 @@ class BlockStore:
         for slot in lease.slots:
             self._evictor.policy.prefer(slot, priority, ttl_s)
 
-    def pin(self, lookup: Lookup) -> Pin:
-        """Keep the blocks of a prefix that memory holds now from being lost.
+    def pin(self, lookup: Lookup, *, persist: bool = False, ttl_s: float | None = None) -> Pin:
+        """Keep the blocks of a prefix from being lost, until the pin is released.
 
-        They may be demoted to host memory, but the slowest memory tier does not evict them before
-        the pin is released. In this process only: disk evicts by its own order. Raises
-        ``CapacityError`` when pins would take more than half of that tier.
+        Without ``persist``: those that memory holds now. They may be demoted to host memory, but
+        the slowest memory tier does not evict them. In this process only, and in memory only: what
+        disk has of them goes by its own order. Raises ``CapacityError`` when such pins would take
+        more than half of that tier.
+
+        With ``persist``, or with ``ttl_s``, the seconds after which it ends: the whole prefix, on
+        disk, which no process evicts there then, also after a restart. Memory evicts the blocks as
+        any other once disk holds them; until then the pin is not ``is_settled``, and they stay.
+        Raises ``BlockMissingError`` when a part of the prefix is in no tier, ``ConfigError``
+        without a disk tier that can be written. Whether it takes more than half of the disk is
+        known later, and the pin's ``error`` then.
         """
         self._check_open()
-        return self._evictor.pin(self.index.match(lookup.keys, lookup.runs))
+        if not persist and ttl_s is None:
+            return self._pinning.in_memory(self.index.match(lookup.keys, lookup.runs))
+        if self._disk is None or self.config.disk_mode == "ro":
+            why = self._disk_off or "set disk_cache"
+            raise ConfigError(f"pin: persist and ttl need a disk tier that can be written: {why}")
+        return self._pinning.on_disk(lookup, ttl_s)
+
+    def unpin(self, lookup: Lookup, done: Callable[[bool], None]) -> None:
+        """Release the pin of a prefix on disk, whichever process set it.
+
+        ``poll()`` calls ``done`` when that has happened, with whether there was one.
+        """
+        self._check_open()
+        if self._disk is None or not lookup.keys:
+            done(False)
+            return
+        self._transfer.unpin(lookup.keys[-1], lambda outcome: done(outcome is True))
 
     def prefetch(self, tokens: bytes, salt: str = "") -> None:
         """Bring what is cached of a prefix to the device, before somebody asks for it.
@@ -314,6 +342,7 @@ class BlockStore:
                 self.events.removed_key(TierName.DISK, removed.key, removed.salt)
         if self._prefetches:
             self._advance_prefetches()
+        self._pinning.pump()
         self._write_behind.pump()
         self._evictor.pump()
         self.events.flush()
@@ -375,7 +404,7 @@ class BlockStore:
         for slot in list(index.used_slots()):
             if digest is not None and index.salt[slot] != digest:
                 continue
-            if index.transfers[slot] or index.refcount[slot] or slot in self._evictor.pins:
+            if index.transfers[slot] or index.refcount[slot] or slot in self._pinning.held:
                 skipped += 1
                 continue
             on_host = index.host[slot] != NONE
@@ -388,20 +417,26 @@ class BlockStore:
                 self.events.cleared(each, digest)
         return skipped
 
-    def clear_disk(self, salt: str, done: Callable[[], None]) -> None:
-        """Drop this namespace's and salt's blocks from disk; ``poll()`` calls ``done`` then."""
+    def clear_disk(self, salt: str, done: Callable[[int], None]) -> None:
+        """Drop this namespace's and salt's blocks from disk, except those that are pinned there.
+
+        ``poll()`` calls ``done`` then, with how many stayed.
+        """
         self._check_open()
         if self._disk is None:
-            done()
+            done(0)
             return
 
         digest = salt_digest(salt)
 
-        def end(outcome: int | KVStoreError) -> None:
-            if isinstance(outcome, int):
-                self.events.cleared(TierName.DISK, digest)
+        def end(outcome: Removal | KVStoreError) -> None:
+            kept = 0
+            if isinstance(outcome, Removal):
+                kept = outcome.num_pinned
+                if not kept:
+                    self.events.cleared(TierName.DISK, digest)
                 self._rewrite(digest)
-            done()
+            done(kept)
 
         self._transfer.clear(chain_seed(self.namespace, salt), end)
 
@@ -445,8 +480,10 @@ class BlockStore:
         """The order in which unused device blocks are given up."""
         return self._evictor.policy
 
-    def pinned_slots(self) -> set[int]:
-        return set(self._evictor.pins)
+    @property
+    def pinning(self) -> Pinning:
+        """What is held in memory against being lost."""
+        return self._pinning
 
     def abandoned_blocks(self) -> list[int]:
         """Device blocks that only a transfer owns: their lease has gone, or never was."""

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from asyncio_throttle import Throttler
 
-from kvstore.block import BlockRef, BlockWrite, PutOutcome
+from kvstore.block import BlockRef, BlockWrite, PutOutcome, Removal
 from kvstore.disk import DiskEntry
 from kvstore.errors import KVStoreError, StoreClosedError, TierBrokenError
 from kvstore.tiers.base import BlockCopier, BlockPool, BlockRead, DiskTier, Rows
@@ -162,9 +162,17 @@ class TransferLoop:
         assert self._disk is not None
         self._submit(self._disk.touch(keys), _ignore)
 
-    def clear(self, seed: bytes, done: Done[int]) -> None:
+    def clear(self, seed: bytes, done: Done[Removal]) -> None:
         assert self._disk is not None
         self._submit(self._disk.clear(seed), done)
+
+    def pin(self, keys: Sequence[bytes], ttl_s: float | None, done: Done[list[bytes]]) -> None:
+        assert self._disk is not None
+        self._submit(self._disk.pin(keys, ttl_s), done)
+
+    def unpin(self, key: bytes, done: Done[bool]) -> None:
+        assert self._disk is not None
+        self._submit(self._disk.unpin(key), done)
 
     def close(self) -> None:
         """Waits for the jobs under way (without applying callbacks), then ends the threads."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator
 
 import lmdb
 
+from kvstore.disk import pins
 from kvstore.disk.environment import Environment
 from kvstore.disk.ledger import Ledger
 from kvstore.disk.reader import DAMAGE, Suspect
@@ -28,6 +29,8 @@ from kvstore.errors import KVStoreError, TierBrokenError
 logger = logging.getLogger(__name__)
 
 LOCKED_OUT_WAIT_S = 0.2
+_ATTEMPTS = 3
+_PAGES_A_CHANGE = 3  # tree pages that are copied for one block
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -35,6 +38,7 @@ class Changes:
     """All methods belong to the writer's thread, except ``is_locked_out``.
 
     num_evicted  blocks evicted since this was made
+    clock        seconds since 1970: which pins have ended
     removed      (namespace, salt, key) of good blocks that left, None while nobody takes them
     suspects     bad blocks that readers met, by key; readers add to it
     """
@@ -45,8 +49,10 @@ class Changes:
         space: Space,
         suspects: dict[bytes, Suspect],
         lock_timeout_s: float,
+        clock: Callable[[], float],
     ) -> None:
         self.space = space
+        self.clock = clock
         self.suspects = suspects
         self.num_evicted = 0
         self.removed: list[tuple[bytes, bytes, bytes]] | None = None
@@ -77,6 +83,7 @@ class Changes:
                     self._is_locked_out = False
                     ledger = Ledger(self._env, txn)
                     if ledger.head.generation == self._env.generation:
+                        pins.expire(ledger, self.clock())
                         yield ledger
                         ledger.finish()
                         self.space.ends(ledger)
@@ -90,15 +97,28 @@ class Changes:
         if self.removed is not None:
             self.removed += ledger.removed
 
-    def attempt(self, change: Callable[[Ledger], int], wait_s: float | None = None) -> int:
-        """Make one change in a transaction; its result, or 0 when it cannot be made now."""
-        for _ in range(2):
+    def attempt(
+        self,
+        change: Callable[[Ledger], int],
+        wait_s: float | None = None,
+        *,
+        makes_room_for: Collection[bytes] = (),
+    ) -> int:
+        """Make one change in a transaction; its result, or 0 when it cannot be made now.
+
+        A map that is too full for a change of the blocks ``makes_room_for`` is relieved of others.
+        """
+        for _ in range(_ATTEMPTS):
             try:
                 with self.ledger(wait_s) as ledger:
                     return change(ledger)
             except SealError:
                 self.rebuild()
-            except (WriterBusyError, lmdb.MapFullError, TierBrokenError):
+            except lmdb.MapFullError:
+                need = _PAGES_A_CHANGE * len(makes_room_for)
+                if not need or not self.relieve(need, makes_room_for):
+                    return 0
+            except (WriterBusyError, TierBrokenError):
                 return 0
             except lmdb.Error as error:
                 if not self.survive(error):

@@ -40,6 +40,7 @@ def evict(
     unused_for_s: float | None = None,
     document: str | None = None,
     to_bytes: int | None = None,
+    with_pinned: bool = False,
     dry_run: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
@@ -52,8 +53,12 @@ def evict(
     to_bytes      the least recently used of what the others choose, until payloads and records
                   take no more than this
 
-    Returns ``{"blocks", "bytes", "num_documents", "documents", "namespaces"}``: bytes of payloads
-    and records; ``documents`` lists the first 1,000 whose end went, by the key of their last block.
+    Chosen blocks that are pinned stay, unless ``with_pinned``: then their pins are released, and
+    they go as well.
+
+    Returns ``{"blocks", "bytes", "pinned_blocks", "num_documents", "documents", "namespaces"}``:
+    bytes of payloads and records; ``pinned_blocks`` were chosen and stay because they are pinned;
+    ``documents`` lists the first 1,000 whose end went, by the key of their last block.
     With ``dry_run`` that is what would go. ``progress(blocks)`` is called per slice. Raises
     ``ConfigError`` for conditions that mean nothing here, ``TierBrokenError`` when the cache cannot
     be changed now.
@@ -75,13 +80,17 @@ def evict(
             matching_namespaces(env, namespace),
             None if unused_for_s is None else time.time() - unused_for_s,
             None if document is None else find_block(env, document),
+            None if with_pinned else time.time(),
         )
         names = _models(env)
         max_order = None if to_bytes is None else _last_to_go(env, conditions, to_bytes)
         chosen = choose(env, conditions, max_order)
         for some in _batches(chosen, 1 + min(_SLICE, env.map_pages // _PAGES_A_BLOCK)):
-            if store is not None:
-                gone = store.evict({each.key: each.record.order for each in some})
+            tally.num_pinned += sum(each.is_pinned for each in some)
+            some = [each for each in some if not each.is_pinned]
+            if store is not None and some:
+                seen = {each.key: each.record.order for each in some}
+                gone = store.evict(seen, with_pinned=with_pinned)
                 some = [each for each in some if each.key in gone]
             tally.count(some)
     return tally.report(names)
@@ -116,6 +125,7 @@ class _Tally:
     progress: Callable[[int], None] | None
     num_blocks: int = 0
     num_bytes: int = 0
+    num_pinned: int = 0
     num_documents: int = 0
     documents: list[dict[str, Any]] = field(default_factory=list)
     by_namespace: dict[bytes, list[int]] = field(default_factory=dict)
@@ -144,6 +154,7 @@ class _Tally:
         return {
             "blocks": self.num_blocks,
             "bytes": self.num_bytes,
+            "pinned_blocks": self.num_pinned,
             "num_documents": self.num_documents,
             "documents": self.documents,
             "namespaces": namespaces,

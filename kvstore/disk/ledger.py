@@ -3,7 +3,7 @@
 Every change of a block goes through here, so that after each commit
 
     the parent record of every block is there (roots have none),
-    ``children`` and ``recency`` say what ``index`` says,
+    ``children``, ``recency`` and the pins in ``meta`` say what ``index`` says,
     the counters are the sums over ``index``,
     every record that is not bad has its payload.
 
@@ -127,9 +127,10 @@ class Ledger:
             now,
             schema.encode_order(order),
             False,
-            0,
+            existing.hits if existing is not None else 0,
+            *(existing[-2:] if existing is not None else ()),  # its pins
         )
-        if existing is not None:  # bad: it has children, and its payload is gone
+        if existing is not None:  # bad: it has children or a pin, and its payload is gone
             self._count(key, existing, -1)
         value = schema.encode_record(key, record)
         txn.put(key, block.stored, db=env.payload)
@@ -151,12 +152,13 @@ class Ledger:
         return True
 
     def drop(self, key: bytes, record: Record, why: Departure) -> bytes | None:
-        """Remove a block without children; its parent may become a leaf.
+        """Remove a block without children and pins; its parent may become a leaf.
 
         A bad parent left without children goes too. Returns the order at which an ancestor became a
         leaf, or None.
         """
         env, txn = self._env, self._txn
+        assert not record.num_pins, "a pinned block is not dropped"
         while True:
             txn.delete(key, db=env.payload)
             txn.delete(key, db=env.index)
@@ -168,7 +170,7 @@ class Ledger:
                 return None
             key = record.parent
             parent = self.record(key)
-            if parent is None:
+            if parent is None or parent.num_pins:
                 return None
             if not parent.is_bad:
                 txn.put(parent.order, key, db=env.recency)
@@ -176,8 +178,8 @@ class Ledger:
             record = parent
 
     def discard(self, key: bytes, record: Record, why: Departure) -> None:
-        """Remove a block's bytes: all of it when nothing hangs below, else it becomes bad."""
-        if not self.has_children(key):
+        """Remove a block's bytes: all of it when nothing needs the record, else it becomes bad."""
+        if not self.has_children(key) and not record.num_pins:
             self.drop(key, record, why)
         elif not record.is_bad:
             self._txn.delete(key, db=self._env.payload)
@@ -200,6 +202,41 @@ class Ledger:
             self.usage(record.namespace, record.salt).num_bytes += grown
         if self._txn.delete(record.order, db=self._env.recency):  # a leaf
             self._txn.put(touched.order, key, db=self._env.recency)
+
+    def change_pins(self, key: bytes, record: Record, num_pins: int, pinned_until: float) -> None:
+        """Rewrite a record's pins. A leaf leaves ``recency`` with its first and returns with its
+        last; a bad one goes with it."""
+        new = record._replace(num_pins=num_pins, pinned_until=pinned_until)
+        old_bytes, value = len(schema.encode_record(key, record)), schema.encode_record(key, new)
+        self.num_changes += 1
+        self._txn.put(key, value, db=self._env.index)
+        for usage in (self.head.total, self.usage(record.namespace, record.salt)):
+            usage.add(record, old_bytes, -1)
+            usage.add(new, len(value))
+        if record.pinned_until:
+            self._txn.delete(schema.pin_key(record.pinned_until, key), db=self._env.meta)
+        if pinned_until:
+            row = schema.pin_key(pinned_until, key)
+            self._txn.put(row, schema.seal(row, b""), db=self._env.meta)
+        if bool(num_pins) == bool(record.num_pins) or self.has_children(key):
+            return
+        if num_pins:
+            self._txn.delete(record.order, db=self._env.recency)
+        elif record.is_bad:
+            self.drop(key, new, Departure.CORRUPT)
+        else:
+            self._txn.put(record.order, key, db=self._env.recency)
+
+    def first_pin(self) -> tuple[float, bytes] | None:
+        """The pin that ends first: when, and the key of its block."""
+        cursor = self._txn.cursor(db=self._env.meta)
+        if not cursor.set_range(schema.PIN_PREFIX):
+            return None
+        row = bytes(cursor.key())
+        if not row.startswith(schema.PIN_PREFIX):
+            return None
+        schema.unseal(row, cursor.value())
+        return schema.read_pin_key(row)
 
     def evict(
         self,

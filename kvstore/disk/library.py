@@ -95,7 +95,7 @@ class DiskCache:
     def remove(self, keys: Sequence[bytes]) -> int:
         """Drop these; how many were here."""
         with self._writing:
-            return self._store.remove([self._ref(key).key for key in keys])
+            return self._store.remove([self._ref(key).key for key in keys]).num_blocks
 
     def stats(self) -> DiskStats:
         return self._store.stats()

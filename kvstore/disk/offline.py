@@ -5,20 +5,23 @@ from reusing pages for long; what changes while they run is seen or not. Nothing
 or imports torch.
 """
 
+import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvstore.disk import places, schema
+from kvstore.disk import pins, places, schema
 from kvstore.disk.carry import export_documents, import_documents
 from kvstore.disk.compact import compact, require_alone
 from kvstore.disk.environment import Environment
 from kvstore.disk.evict import evict
 from kvstore.disk.schema import Head, Record, SealError, Usage
-from kvstore.disk.selection import matching_namespaces
-from kvstore.disk.slices import reading, slices
+from kvstore.disk.selection import ancestors, find_block, matching_namespaces
+from kvstore.disk.slices import existing, reading, slices
+from kvstore.disk.store import open_for_change
 from kvstore.disk.structure import DATA_FILE
 from kvstore.disk.verify import verify
 from kvstore.errors import TierBrokenError
@@ -31,6 +34,7 @@ __all__ = [
     "list_blocks",
     "require_alone",
     "summarize",
+    "unpin",
     "verify",
 ]
 
@@ -54,6 +58,7 @@ def summarize(path: str | Path) -> dict[str, Any]:
             "blocks": 0,
             "tokens": 0,
             "bad_blocks": 0,
+            "pinned_blocks": 0,
             "namespaces": [],
         }
         if env is None:
@@ -62,6 +67,7 @@ def summarize(path: str | Path) -> dict[str, Any]:
             try:
                 head = Head.decode(txn.get(schema.HEAD_KEY, db=env.meta) or b"")
                 namespaces = _namespaces(env, txn)
+                ended = _ended_blocks(env, txn)
             except SealError:
                 raise TierBrokenError(
                     f"{path}: the counters are damaged; run: kvstore verify {path} --fix",
@@ -73,8 +79,20 @@ def summarize(path: str | Path) -> dict[str, Any]:
         found["blocks"] = head.total.num_blocks
         found["tokens"] = head.total.num_tokens
         found["bad_blocks"] = head.total.num_bad
+        found["pinned_blocks"] = head.total.num_pinned - ended.total()
+        for row in namespaces:
+            row["pinned_blocks"] -= ended[bytes.fromhex(row["id"])]
         found["namespaces"] = namespaces
         return found
+
+
+def _ended_blocks(env: Environment, txn: Any) -> Counter[bytes]:
+    """By namespace: blocks counted as pinned although all their pins have ended."""
+    ended: Counter[bytes] = Counter()
+    for key, num_ended in pins.ended(env, txn, time.time()).items():
+        record = schema.decode_record(key, txn.get(key, db=env.index) or b"")
+        ended[record.namespace] += record.num_pins == num_ended
+    return ended
 
 
 def _namespaces(env: Environment, txn: Any) -> list[dict[str, Any]]:
@@ -93,6 +111,7 @@ def _namespaces(env: Environment, txn: Any) -> list[dict[str, Any]]:
             total.num_blocks += usage.num_blocks
             total.num_tokens += usage.num_tokens
             total.num_bytes += usage.num_bytes
+            total.num_pinned += usage.num_pinned
     return [
         {
             "id": namespace.hex(),
@@ -100,6 +119,7 @@ def _namespaces(env: Environment, txn: Any) -> list[dict[str, Any]]:
             "blocks": usage.num_blocks,
             "tokens": usage.num_tokens,
             "bytes": usage.num_bytes,
+            "pinned_blocks": usage.num_pinned,
         }
         for namespace, usage in usages.items()
     ]
@@ -110,6 +130,8 @@ def list_blocks(
 ) -> Iterator[dict[str, Any]]:
     """Every block's record, in key order: key, parent, namespace (hex), depth, sizes, times.
 
+    ``is_pinned`` says whether something protects the block, ``pinned_until`` when the pin ends that
+    was put on it: seconds since 1970, infinity for never, None without one.
     ``namespace``: the beginning of an id, or a model's name. ``with_tokens`` adds ``token_ids``.
     Unreadable records are left out (``verify`` finds them).
     """
@@ -118,6 +140,11 @@ def list_blocks(
             return
         wanted = matching_namespaces(env, namespace)
         rows: list[dict[str, Any]] = []
+        with env.read() as txn:
+            try:
+                ended = pins.ended(env, txn, time.time())
+            except SealError:
+                ended = Counter()
 
         def collect(_: Any, key: bytes, value: Any) -> None:
             try:
@@ -125,6 +152,7 @@ def list_blocks(
             except SealError:
                 return
             if wanted is None or record.namespace in wanted:
+                record = record._replace(num_pins=record.num_pins - ended[key])
                 rows.append(_row(key, record, with_tokens=with_tokens))
 
         for _ in slices(env, env.index, collect):
@@ -146,8 +174,45 @@ def _row(key: bytes, record: Record, *, with_tokens: bool) -> dict[str, Any]:
         "created": record.created,
         "touched": record.touched,
         "is_bad": record.is_bad,
+        "is_pinned": record.num_pins > 0,
+        "pinned_until": record.pinned_until or None,
     }
     if with_tokens:
         tokens = record.tokens if record.num_tokens else b""
         row["token_ids"] = np.frombuffer(tokens, "<u4").tolist()
     return row
+
+
+def unpin(
+    path: str | Path,
+    *,
+    namespace: str | None = None,
+    document: str | None = None,
+    dry_run: bool = False,
+) -> dict[str, int]:
+    """Release pins that were written to disk: ``{"pins"}``, how many. Blocks stay cached.
+
+    namespace   the beginning of an id, or a model's name; None for all
+    document    the beginning of a block's key (hex): pins of that block, of what it continues and
+                of what continues it; None for all
+    """
+    with reading(path) as env:
+        if env is None:
+            return {"pins": 0}
+        wanted = matching_namespaces(env, namespace)
+        block = None if document is None else find_block(env, document)
+        above = set() if block is None else {visit.key for visit in ancestors(env, block)}
+        with env.read() as txn:
+            live = [key for until, key in pins.rows(env, txn) if until > time.time()]
+        keys = []
+        for key in live:
+            path_to = [visit.key for visit in ancestors(env, key)]
+            with env.read() as txn:
+                record = schema.decode_record(key, txn.get(key, db=env.index) or b"")
+            is_meant = block is None or block in {*path_to, key} or key in above
+            if is_meant and (wanted is None or record.namespace in wanted):
+                keys.append(key)
+    if not keys or dry_run:
+        return {"pins": len(keys)}
+    with open_for_change(existing(path, is_read_only=False), "unpin") as store:
+        return {"pins": sum(store.unpin(key) for key in keys)}

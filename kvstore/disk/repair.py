@@ -4,6 +4,8 @@ Needed when a sealed value is damaged, which no ordinary run produces. One pass 
 transaction, O(n), about 3 µs a block.
 """
 
+import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +26,7 @@ class Rebuilt:
 
 
 def rebuild(env: Environment, txn: Any, hints: Iterable[BlockRef] = ()) -> Rebuilt:
-    """Rewrite ``children``, ``recency`` and the counters; drop what cannot be kept.
+    """Rewrite ``children``, ``recency``, pins and the counters; drop what cannot be kept.
 
     A damaged record with children is replaced by a bad one, so that they stay reachable once it is
     put again; ``hints`` supply its tokens, ``children`` its parent. One without is dropped, as are
@@ -34,6 +36,7 @@ def rebuild(env: Environment, txn: Any, hints: Iterable[BlockRef] = ()) -> Rebui
     parents = _read_parents(env, txn)
     known = {ref.key: ref for ref in hints}
     num_orphans = _close_chains(records, damaged, parents, known)
+    _recount_pins(records, _read_pins(env, txn))
 
     num_without_payload = 0
     payloads = txn.cursor(db=env.payload)
@@ -92,6 +95,7 @@ def _close_chains(
                     payload_bytes=0,
                     order=schema.encode_order(0),
                     is_bad=True,
+                    pinned_until=0.0,
                 )
                 revived.append(parent)
             else:
@@ -106,23 +110,56 @@ def _close_chains(
     return num_orphans
 
 
+def _read_pins(env: Environment, txn: Any) -> dict[bytes, float]:
+    """What can be read of them: one whose block is damaged outlives it."""
+    ends: dict[bytes, float] = {}
+    for raw_row, value in txn.cursor(db=env.meta):
+        row = bytes(raw_row)
+        if row.startswith(schema.PIN_PREFIX):
+            with contextlib.suppress(SealError):
+                schema.unseal(row, value)
+                until, key = schema.read_pin_key(row)
+                ends[key] = until
+    return ends
+
+
+def _recount_pins(records: dict[bytes, Record], ends: dict[bytes, float]) -> None:
+    num_pins: Counter[bytes] = Counter()
+    for key, record in records.items():
+        until = max(record.pinned_until, ends.get(key, 0.0))
+        records[key] = record._replace(pinned_until=until)
+        while until:
+            num_pins[key] += 1
+            if record.depth == 0:
+                break
+            key = record.parent
+            record = records[key]
+    for key, record in records.items():
+        records[key] = record._replace(num_pins=num_pins[key])
+
+
 def _drop_bad_leaves(records: dict[bytes, Record]) -> None:
     num_children: dict[bytes, int] = {}
     for record in records.values():
         num_children[record.parent] = num_children.get(record.parent, 0) + 1
-    queue = [key for key, record in records.items() if record.is_bad and not num_children.get(key)]
+
+    def is_needless(key: bytes, record: Record) -> bool:
+        return record.is_bad and not record.num_pins and not num_children.get(key)
+
+    queue = [key for key, record in records.items() if is_needless(key, record)]
     while queue:
         record = records.pop(queue.pop())
         num_children[record.parent] -= 1
         parent = records.get(record.parent)
-        if parent is not None and parent.is_bad and not num_children[record.parent]:
+        if parent is not None and is_needless(record.parent, parent):
             queue.append(record.parent)
 
 
 def _write(env: Environment, txn: Any, records: dict[bytes, Record]) -> None:
     has_payload = {key for key, record in records.items() if not record.is_bad}
     _delete_where(txn, env.payload, lambda key: key not in has_payload)
-    _delete_where(txn, env.meta, lambda key: key.startswith(schema.USAGE_PREFIX))
+    derived = (schema.USAGE_PREFIX, schema.PIN_PREFIX)
+    _delete_where(txn, env.meta, lambda key: key.startswith(derived))
     for db in (env.index, env.children, env.recency):
         txn.drop(db, delete=False)
 
@@ -134,8 +171,11 @@ def _write(env: Environment, txn: Any, records: dict[bytes, Record]) -> None:
         value = schema.encode_record(key, record)
         txn.put(key, value, db=env.index)
         txn.put(record.parent, key, db=env.children)
-        if key not in inner:
+        if key not in inner and not record.num_pins:
             txn.put(record.order, key, db=env.recency)
+        if record.pinned_until:
+            row = schema.pin_key(record.pinned_until, key)
+            txn.put(row, schema.seal(row, b""), db=env.meta)
         usage_key = schema.usage_key(record.namespace, record.salt)
         usages.setdefault(usage_key, Usage()).add(record, len(value))
         total.add(record, len(value))

@@ -6,19 +6,23 @@
     recency     order → key                         leaves only: the first is the next victim
     namespaces  id → sealed msgpack identity        what ``inspect`` prints
     meta        "schema", "uuid", "head" → sealed Head,
-                "usage/" ‖ namespace ‖ salt → sealed Usage
+                "usage/" ‖ namespace ‖ salt → sealed Usage,
+                "pin/" ‖ end of the pin ‖ key → sealed nothing: the first is the next to end
 
 A *sealed* value begins with the xxh3-128 of its key and its body, so a flipped bit, or a value
 that a damaged tree hands out under another key, is found before anything believes it.
 
 A block with children needs no place in ``recency``: it cannot be a victim. It comes back there,
-with its own order, when its last child goes. So the first entry is always one that may be
-evicted, and no scan ever steps over entries that may not.
+with its own order, when its last child goes. Nor does a pinned leaf have a place there. So the
+first entry is always one that may be evicted, and no scan ever steps over entries that may not.
+
+What is not pinned is encoded as it was before there were pins.
 
 Does not know LMDB's pages, processes or files.
 """
 
 import struct
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,10 +41,12 @@ INDEX, PAYLOAD, CHILDREN, RECENCY, NAMESPACES, META = (
 )
 DATABASES = (INDEX, PAYLOAD, CHILDREN, RECENCY, NAMESPACES, META)
 
-SCHEMA_KEY, UUID_KEY, HEAD_KEY, USAGE_PREFIX = b"schema", b"uuid", b"head", b"usage/"
+SCHEMA_KEY, UUID_KEY, HEAD_KEY = b"schema", b"uuid", b"head"
+USAGE_PREFIX, PIN_PREFIX = b"usage/", b"pin/"
 
 SEAL_BYTES = 16
 NAMESPACE_BYTES = 32
+PAGE_BYTES = 4096
 
 
 class SealError(Exception):
@@ -72,8 +78,11 @@ class Record(NamedTuple):
     nbytes         bytes stored under the key in ``payload``
     payload_bytes  bytes after decoding
     checksum       xxh3-128 of the stored bytes
-    is_bad         the payload is gone; the record stays for its children, until it is put anew
+    is_bad         the payload is gone; the record stays for its children or its pin, until it is
+                   put anew
     hits           uses that were recorded, at most one in each touch interval
+    num_pins       pins of this block and of what continues it; 0 for most
+    pinned_until   when this block's own pin ends: seconds since 1970, inf for never, 0.0 without
     """
 
     parent: bytes
@@ -90,11 +99,14 @@ class Record(NamedTuple):
     touched: float
     order: bytes
     is_bad: bool
-    hits: int
+    hits: int = 0
+    num_pins: int = 0
+    pinned_until: float = 0.0
 
 
 _NUM_FIELDS = len(Record._fields)
-_WITHOUT_HITS = _NUM_FIELDS - 1
+_NUM_FIRST = 14  # of a block that was never used again nor pinned: what older caches have
+_LATER = (0, 0, 0.0)  # what the others are then
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +120,8 @@ class DiskEntry:
 
 
 def encode_record(key: bytes, record: Record) -> bytes:
-    # Without the last field while it is 0: most blocks, and all those of older caches.
-    body: bytes = msgpack.packb(record if record.hits else record[:-1])
+    fields = _NUM_FIELDS if record.num_pins else _NUM_FIRST + bool(record.hits)
+    body: bytes = msgpack.packb(record[:fields])
     return xxhash.xxh3_128_digest(key + body) + body
 
 
@@ -131,9 +143,12 @@ def read_record(value: Any) -> Record:
         fields = msgpack.unpackb(value[SEAL_BYTES:], use_list=False)
     except (ValueError, msgpack.UnpackException) as error:
         raise SealError from error
-    if isinstance(fields, tuple) and len(fields) == _WITHOUT_HITS:
-        fields += (0,)
-    if not isinstance(fields, tuple) or len(fields) != _NUM_FIELDS:
+    if not isinstance(fields, tuple):
+        raise SealError
+    missing = _NUM_FIELDS - len(fields)
+    if 0 < missing <= len(_LATER):
+        fields += _LATER[-missing:]
+    elif missing:
         raise SealError
     return tuple.__new__(Record, fields)
 
@@ -142,21 +157,22 @@ def encode_order(order: int) -> bytes:
     return order.to_bytes(8, "big")
 
 
-_HEAD = struct.Struct("<8Q")
-_USAGE = struct.Struct("<4Q")
-
-
 @dataclass(slots=True)
 class Usage:
     """Counters of one namespace and salt, or of everything.
 
-    num_bytes counts payloads as stored and index records; num_bad counts records without payload.
+    num_bytes     payloads as stored, and index records
+    num_bad       records without payload
+    num_pinned    records that a pin protects, bad ones included
+    pinned_pages  what their payloads take, in pages of ``PAGE_BYTES``
     """
 
     num_blocks: int = 0
     num_tokens: int = 0
     num_bytes: int = 0
     num_bad: int = 0
+    num_pinned: int = 0
+    pinned_pages: int = 0
 
     def add(self, record: Record, record_bytes: int, sign: int = 1) -> None:
         """Count a record of ``record_bytes`` in (sign 1) or out (sign -1)."""
@@ -167,23 +183,34 @@ class Usage:
             self.num_blocks += sign
             self.num_tokens += sign * record.num_tokens
             self.num_bytes += sign * record.nbytes
+        if record.num_pins:
+            self.num_pinned += sign
+            self.pinned_pages += sign * payload_pages(record.nbytes, PAGE_BYTES)
+
+    def numbers(self) -> tuple[int, ...]:
+        counts = (self.num_blocks, self.num_tokens, self.num_bytes, self.num_bad)
+        pinned = (self.num_pinned, self.pinned_pages)
+        return counts + pinned if self.num_pinned else counts
 
     def add_up(self, other: "Usage") -> None:
         self.num_blocks += other.num_blocks
         self.num_tokens += other.num_tokens
         self.num_bytes += other.num_bytes
         self.num_bad += other.num_bad
+        self.num_pinned += other.num_pinned
+        self.pinned_pages += other.pinned_pages
 
     def encode(self, key: bytes) -> bytes:
-        fields = (self.num_blocks, self.num_tokens, self.num_bytes, self.num_bad)
-        return seal(key, _USAGE.pack(*fields))
+        return seal(key, _pack(*self.numbers()))
 
     @classmethod
     def decode(cls, key: bytes, value: Any) -> "Usage":
-        try:
-            return cls(*_USAGE.unpack(unseal(key, value)))
-        except struct.error as error:
-            raise SealError from error
+        return cls(*_unpack(unseal(key, value), (4, 6)))
+
+
+def payload_pages(nbytes: int, page_bytes: int) -> int:
+    """Pages that LMDB takes for a payload; a small one shares its page, and is given one here."""
+    return -(-(nbytes + 16) // page_bytes)
 
 
 @dataclass(slots=True)
@@ -201,19 +228,25 @@ class Head:
     total: Usage
 
     def encode(self) -> bytes:
-        total = self.total
         fields = (self.generation, self.capacity_bytes, self.next_order, self.evicted)
-        counters = (total.num_blocks, total.num_tokens, total.num_bytes, total.num_bad)
-        return seal(HEAD_KEY, _HEAD.pack(*fields, *counters))
+        return seal(HEAD_KEY, _pack(*fields, *self.total.numbers()))
 
     @classmethod
     def decode(cls, value: Any) -> "Head":
-        try:
-            fields = _HEAD.unpack(unseal(HEAD_KEY, value))
-        except struct.error as error:
-            raise SealError from error
-        generation, capacity_bytes, next_order, evicted, *counters = fields
+        numbers = _unpack(unseal(HEAD_KEY, value), (8, 10))
+        generation, capacity_bytes, next_order, evicted, *counters = numbers
         return cls(generation, capacity_bytes, next_order, evicted, Usage(*counters))
+
+
+def _pack(*numbers: int) -> bytes:
+    return struct.pack(f"<{len(numbers)}Q", *numbers)
+
+
+def _unpack(body: bytes, lengths: Collection[int]) -> tuple[int, ...]:
+    """Raises ``SealError`` unless ``body`` holds one of these counts of numbers."""
+    if len(body) % 8 or len(body) // 8 not in lengths:
+        raise SealError
+    return struct.unpack(f"<{len(body) // 8}Q", body)
 
 
 def decode_identity(namespace: bytes, value: Any) -> dict[str, Any]:
@@ -231,3 +264,19 @@ def usage_key(namespace: bytes, salt: bytes) -> bytes:
 
 def namespace_of_usage(key: bytes) -> bytes:
     return key[len(USAGE_PREFIX) :][:NAMESPACE_BYTES]
+
+
+def pin_key(until: float, key: bytes) -> bytes:
+    """Where a pin stands in ``meta``: in the order in which pins end."""
+    return PIN_PREFIX + _PIN_END.pack(until) + key
+
+
+def read_pin_key(meta_key: bytes) -> tuple[float, bytes]:
+    """When the pin ends, and the key of its block."""
+    start = len(PIN_PREFIX)
+    end = start + _PIN_END.size
+    return _PIN_END.unpack(meta_key[start:end])[0], meta_key[end:]
+
+
+# Big-endian doubles that are not negative sort as the numbers do, infinity last.
+_PIN_END = struct.Struct(">d")

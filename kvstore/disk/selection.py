@@ -30,11 +30,13 @@ class Conditions:
     namespaces    ids
     unused_since  last used before this time, seconds since the epoch
     document      key of a block: it, what continues it, and ancestors that nothing else continues
+    pins_at       blocks that a pin protects at this time are marked; None: pins do not matter
     """
 
     namespaces: frozenset[bytes] | None = None
     unused_since: float | None = None
     document: bytes | None = None
+    pins_at: float | None = None
 
     def meets(self, record: Record) -> bool:
         return (self.namespaces is None or record.namespace in self.namespaces) and (
@@ -48,6 +50,7 @@ class Chosen(NamedTuple):
     num_bytes   payload and record
     last_order  of the block and all below it, the newest: the least recently used go by this
     is_end      nothing continues it
+    is_pinned   it meets the conditions, but a pin protects it
     """
 
     key: bytes
@@ -55,6 +58,7 @@ class Chosen(NamedTuple):
     num_bytes: int
     last_order: int
     is_end: bool
+    is_pinned: bool
 
 
 @dataclass(slots=True)
@@ -62,6 +66,7 @@ class _Below:
     """What a walk has found below a block that it has not left yet."""
 
     stays: bool = False
+    is_pinned: bool = False
     last_order: int = 0
     is_end: bool = True
 
@@ -88,13 +93,16 @@ def _leave(
     order = max(int.from_bytes(visit.record.order, "big"), below.last_order)
     is_too_new = max_order is not None and order > max_order
     stays = below.stays or is_too_new or not conditions.meets(visit.record)
+    has_pin = conditions.pins_at is not None and visit.record.pinned_until > conditions.pins_at
+    is_pinned = below.is_pinned or has_pin
     around.stays = around.stays or stays
+    around.is_pinned = around.is_pinned or is_pinned
     around.last_order = max(around.last_order, order)
     around.is_end = False
     if stays:
         return None
     num_bytes = visit.record_bytes + (0 if visit.record.is_bad else visit.record.nbytes)
-    return Chosen(visit.key, visit.record, num_bytes, order, below.is_end)
+    return Chosen(visit.key, visit.record, num_bytes, order, below.is_end, is_pinned)
 
 
 def _ancestors_alone(
@@ -103,7 +111,8 @@ def _ancestors_alone(
     """What leads to the document and to nothing else, nearest first."""
     assert conditions.document is not None
     for visit, num_children in _ancestors(env, conditions.document):
-        path = [_Below(), _Below(num_children > 1, below.last_order, is_end=False)]
+        stays, is_pinned = num_children > 1, below.is_pinned
+        path = [_Below(), _Below(stays, is_pinned, below.last_order, is_end=False)]
         found = _leave(path, visit, conditions, max_order)
         if found is None:
             return
@@ -152,7 +161,7 @@ def order_to_free(env: Environment, conditions: Conditions, num_bytes: int, newe
         step = -(-width // _NUM_BUCKETS)
         sums = [0] * _NUM_BUCKETS
         for chosen in choose(env, conditions, first + width - 1):
-            if chosen.last_order >= first:
+            if chosen.last_order >= first and not chosen.is_pinned:
                 sums[(chosen.last_order - first) // step] += chosen.num_bytes
         if sum(sums) < missing:
             return newest

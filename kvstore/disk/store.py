@@ -17,7 +17,7 @@ from typing import Any
 
 import lmdb
 
-from kvstore.block import BlockRef, BlockWrite, PutOutcome
+from kvstore.block import BlockRef, BlockWrite, PutOutcome, Removal
 from kvstore.config import DiskConfig
 from kvstore.disk import places, registry, schema
 from kvstore.disk.changes import Changes
@@ -44,6 +44,7 @@ class DiskStats:
     used_bytes: int  # payloads as stored, and index records
     file_bytes: int  # allocated on the volume
     capacity_bytes: int
+    pinned_blocks: int
     bad_blocks: int  # records without payload, waiting to be written anew
     corrupt: Mapping[str, int]  # * bad blocks met, by reason
     evictions: int  # *
@@ -70,8 +71,8 @@ class DiskStore:
         self._last_head = Head(0, env.capacity_bytes, 0, 0, schema.Usage())
         self._reader = Reader(env)
         space = Space(env, config, monotonic)
-        self._changes = Changes(env, space, self._reader.suspects, lock_timeout_s)
-        self._writer = Writer(env, self._changes, config, capacity_bytes, clock)
+        self._changes = Changes(env, space, self._reader.suspects, lock_timeout_s, clock)
+        self._writer = Writer(env, self._changes, config, capacity_bytes)
 
     @classmethod
     def open(
@@ -168,6 +169,7 @@ class DiskStore:
             used_bytes=head.total.num_bytes,
             file_bytes=places.allocated_bytes(env.data_file),
             capacity_bytes=head.capacity_bytes,
+            pinned_blocks=head.total.num_pinned,
             bad_blocks=head.total.num_bad,
             corrupt=self._reader.corrupt,
             evictions=self._changes.num_evicted,
@@ -227,17 +229,36 @@ class DiskStore:
         if self._can_write():
             self._writer.touch(keys)
 
-    def remove(self, keys: Sequence[bytes]) -> int:
-        """Drop these blocks; how many were there. One with remaining children keeps its record."""
-        return self._writer.remove(keys) if self._can_write() else 0
+    def pin(self, keys: Sequence[bytes], *, ttl_s: float | None = None) -> list[bytes]:
+        """Keep a sequence, given from its root on, from being evicted, by any process.
 
-    def evict(self, seen: Mapping[bytes, bytes]) -> set[bytes]:
+        It lasts ``ttl_s`` seconds (None: until ``unpin``), also over restarts; pinning again keeps
+        the later end. All or nothing: returns the keys that are not here, none when all is pinned.
+        Raises ``CapacityError`` when pins would hold more than half of the capacity,
+        ``TierBrokenError`` when nothing can be written.
+        """
+        if not self._can_write():
+            raise TierBrokenError(self._state()[1] or "the disk tier is off", tier="disk")
+        return self._writer.pin(keys, ttl_s)
+
+    def unpin(self, key: bytes) -> bool:
+        """Release the pin of the sequence that ends with this block; whether there was one."""
+        return self._can_write() and self._writer.unpin(key)
+
+    def remove(self, keys: Sequence[bytes]) -> Removal:
+        """Drop these blocks. One with remaining children keeps its record; pinned ones stay."""
+        return self._writer.remove(keys) if self._can_write() else Removal(0, 0)
+
+    def evict(self, seen: Mapping[bytes, bytes], *, with_pinned: bool = False) -> set[bytes]:
         """Drop the blocks, given as key and order, that were not used or continued since.
 
-        Give deeper ones first. One transaction; returns the keys of those that went. Raises
-        ``TierBrokenError`` when it cannot be made.
+        Give deeper ones first. Pinned ones stay, unless ``with_pinned``: then their pins go, too.
+        One transaction; returns the keys of those that went. Raises ``TierBrokenError`` when it
+        cannot be made.
         """
-        gone = self._writer.evict(seen) if self._can_write() else None
+        gone = None
+        if self._can_write():
+            gone = self._writer.evict(seen, with_pinned=with_pinned)
         if gone is None:
             path = self._env.directory
             holders = self._env.attachment.describe_holders()
@@ -245,9 +266,9 @@ class DiskStore:
             raise TierBrokenError(f"{path} cannot be changed now: {why}", tier="disk")
         return gone
 
-    def clear(self, ancestor: bytes) -> int:
-        """Drop every block below this key or seed, those below bad blocks, too; how many went."""
-        return self._writer.clear(ancestor) if self._can_write() else 0
+    def clear(self, ancestor: bytes) -> Removal:
+        """Drop every block below this key or seed, also those below bad ones, but no pinned one."""
+        return self._writer.clear(ancestor) if self._can_write() else Removal(0, 0)
 
     def take_removed(self) -> list[tuple[bytes, bytes, bytes]]:
         """(namespace, salt, key) of blocks this store has evicted, removed or marked bad since the

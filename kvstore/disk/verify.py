@@ -135,6 +135,7 @@ def _check(env: Environment, progress: Callable[[int, int], None] | None) -> _Pa
             for first, end in pairwise(edges)
         ]
         parts.append(pool.submit(_Check(env, is_over).run_recency))
+        parts.append(pool.submit(_Check(env, is_over).run_pins))
         for part in as_completed(parts):
             whole.add(part.result())
             if progress is not None:
@@ -191,6 +192,12 @@ class _Check:
         self._walk(self._env.recency, self._check_recency, b"", None)
         return self._part
 
+    def run_pins(self) -> _Part:
+        first = schema.PIN_PREFIX
+        end = first[:-1] + bytes([first[-1] + 1])
+        self._walk(self._env.meta, self._check_pin, first, end)
+        return self._part
+
     def _walk(self, db: Any, visit: Visit, first: bytes, end: bytes | None) -> None:
         def visit_suspect(txn: Any, key: bytes, value: Any) -> None:
             if key in self._suspects:
@@ -235,11 +242,46 @@ class _Check:
         children = txn.cursor(db=env.children)
         if not children.set_key_dup(record.parent, key):
             self._found(key, "children")
-        is_leaf = not children.set_key(key)
-        if is_leaf and bytes(txn.get(record.order, db=env.recency) or b"") != key:
+        may_go = not children.set_key(key) and not record.num_pins
+        if may_go and bytes(txn.get(record.order, db=env.recency) or b"") != key:
             self._found(key, "recency")
+        if record.num_pins:
+            self._check_pins(txn, key, record)
         if not record.is_bad:
             self._check_payload(txn, key, record)
+
+    def _check_pins(self, txn: Any, key: bytes, record: Record) -> None:
+        """A block's pins are its own and those of its children; its parent has them, too."""
+        env = self._env
+        num_pins = int(record.pinned_until > 0)
+        children = txn.cursor(db=env.children)
+        try:
+            if children.set_key(key):
+                for child in children.iternext_dup():
+                    below = txn.get(bytes(child), db=env.index) or b""
+                    num_pins += schema.decode_record(bytes(child), below).num_pins
+            above = num_pins
+            if record.depth > 0:
+                value = txn.get(record.parent, db=env.index) or b""
+                above = schema.decode_record(record.parent, value).num_pins
+        except SealError:
+            return  # found where that record stands
+        has_row = not record.pinned_until or txn.get(
+            schema.pin_key(record.pinned_until, key), db=env.meta
+        )
+        if num_pins != record.num_pins or above < num_pins or has_row is None:
+            self._found(key, "pins")
+
+    def _check_pin(self, txn: Any, row: bytes, value: Any) -> None:
+        until, key = schema.read_pin_key(row)
+        try:
+            schema.unseal(row, value)
+            record = schema.decode_record(key, txn.get(key, db=self._env.index) or b"")
+            is_right = record.pinned_until == until
+        except SealError:
+            is_right = False
+        if not is_right:
+            self._found(key, "pins", entry=row)
 
     def _check_payload(self, txn: Any, key: bytes, record: Record) -> None:
         payload = txn.get(key, db=self._env.payload)
@@ -272,7 +314,8 @@ class _Check:
             if value is None:
                 self._found(bytes(key), "recency", entry=order)
             return
-        if record.order != order or txn.cursor(db=self._env.children).set_key(bytes(key)):
+        has_children = txn.cursor(db=self._env.children).set_key(bytes(key))
+        if record.order != order or has_children or record.num_pins:
             self._found(bytes(key), "recency", entry=order)
 
     def _check_owner(self, txn: Any, key: bytes, value: Any) -> None:

@@ -3,16 +3,17 @@
 Does not know how a block is read, nor what becomes of a transaction that fails.
 """
 
+import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import lmdb
 import msgpack
 
-from kvstore.block import ITEMSIZE, BlockRef, BlockWrite, PutOutcome
+from kvstore.block import ITEMSIZE, BlockRef, BlockWrite, PutOutcome, Removal
 from kvstore.config import DiskConfig
-from kvstore.disk import schema
+from kvstore.disk import pins, schema
 from kvstore.disk.changes import LOCKED_OUT_WAIT_S, Changes
 from kvstore.disk.codec import RAW, get_codec
 from kvstore.disk.departures import Departure
@@ -43,12 +44,11 @@ class Writer:
         changes: Changes,
         config: DiskConfig,
         capacity_bytes: int | None,
-        clock: Callable[[], float],
     ) -> None:
         self._env = env
         self._changes = changes
         self._space = changes.space
-        self._clock = clock
+        self._clock = changes.clock
         self._codec = get_codec(config.codec)
         self._touch_interval_s = config.touch_interval_s
         self._group_bytes = config.group_commit_bytes
@@ -107,22 +107,53 @@ class Writer:
         if due:
             self._changes.attempt(lambda ledger: _touch(ledger, due, now), LOCKED_OUT_WAIT_S)
 
-    def remove(self, keys: Sequence[bytes]) -> int:
-        slices = range(0, len(keys), _REMOVE_SLICE)
-        return sum(self._remove(keys[start : start + _REMOVE_SLICE]) for start in slices)
+    def pin(self, keys: Sequence[bytes], ttl_s: float | None) -> list[bytes]:
+        until = math.inf if ttl_s is None else self._clock() + ttl_s
+        missing: list[bytes] = []
 
-    def evict(self, seen: Mapping[bytes, bytes]) -> set[bytes] | None:
+        def change(ledger: Ledger) -> int:
+            records = [ledger.record(key) for key in keys]
+            missing[:] = [
+                key
+                for key, record in zip(keys, records, strict=True)
+                if record is None or record.is_bad
+            ]
+            if not missing:
+                pins.pin(ledger, keys[-1], until)
+            return 1
+
+        if not self._changes.attempt(change, makes_room_for=keys):
+            raise TierBrokenError(
+                f"{self._env.directory}: nothing can be pinned while another process keeps the "
+                "writer's lock, or readers keep freed pages; try again",
+                tier="disk",
+            )
+        return missing
+
+    def unpin(self, key: bytes) -> bool:
+        return bool(self._changes.attempt(lambda ledger: pins.unpin(ledger, key)))
+
+    def remove(self, keys: Sequence[bytes]) -> Removal:
+        kept: set[bytes] = set()
+        slices = range(0, len(keys), _REMOVE_SLICE)
+        count = sum(self._remove(keys[start : start + _REMOVE_SLICE], kept) for start in slices)
+        return Removal(count, len(kept))
+
+    def _remove(self, keys: Sequence[bytes], kept: set[bytes]) -> int:
+        return self._changes.attempt(lambda ledger: _remove(ledger, keys, kept))
+
+    def evict(self, seen: Mapping[bytes, bytes], *, with_pinned: bool) -> set[bytes] | None:
         """None when that cannot be done now."""
         gone: set[bytes] = set()
 
         def drop_unchanged(ledger: Ledger) -> int:
             gone.clear()
-            gone.update(_evict(ledger, seen))
+            gone.update(_evict(ledger, seen, with_pinned=with_pinned))
             return 1
 
         return gone if self._changes.attempt(drop_unchanged) else None
 
-    def clear(self, ancestor: bytes) -> int:
+    def clear(self, ancestor: bytes) -> Removal:
         keys: list[bytes] = []
         level = [ancestor]
         while level:
@@ -147,9 +178,6 @@ class Writer:
         is_rebuilt = not rebuild or self._changes.rebuild()
         self.tidy()
         return is_rebuilt and not self._changes.suspects
-
-    def _remove(self, keys: Sequence[bytes]) -> int:
-        return self._changes.attempt(lambda ledger: _remove(ledger, keys))
 
     # --- putting ----------------------------------------------------------------------------------
 
@@ -345,21 +373,37 @@ def _touch(ledger: Ledger, keys: Sequence[bytes], now: float) -> int:
     return len(keys)
 
 
-def _remove(ledger: Ledger, keys: Sequence[bytes]) -> int:
-    """Deepest first, so that a whole subtree leaves no records behind."""
+def _remove(ledger: Ledger, keys: Sequence[bytes], kept: set[bytes]) -> int:
+    """Deepest first, so that a whole subtree leaves no records behind; how many good ones went.
+
+    Adds to ``kept`` the good ones that stay because they are pinned.
+    """
     found = [(key, ledger.record(key)) for key in dict.fromkeys(keys)]
     present = [(key, record) for key, record in found if record is not None]
     present.sort(key=lambda item: item[1].depth, reverse=True)
+    count = 0
     for key, _ in present:
-        current = ledger.record(key)  # a bad one may have gone with its last child
-        if current is not None:
-            ledger.discard(key, current, Departure.REMOVED)
-    return sum(not record.is_bad for _, record in present)
+        record = ledger.record(key)  # a bad one may have gone with its last child
+        if record is None:
+            continue
+        if not record.num_pins:
+            ledger.discard(key, record, Departure.REMOVED)
+            count += not record.is_bad
+        elif not record.is_bad:
+            kept.add(key)
+    return count
 
 
-def _evict(ledger: Ledger, seen: Mapping[bytes, bytes]) -> Iterator[bytes]:
+def _evict(ledger: Ledger, seen: Mapping[bytes, bytes], *, with_pinned: bool) -> Iterator[bytes]:
     for key, order in seen.items():
         record = ledger.record(key)
-        if record is not None and record.order == order and not ledger.has_children(key):
+        if record is None or record.order != order or ledger.has_children(key):
+            continue
+        if record.num_pins:
+            if not with_pinned:
+                continue
+            pins.unpin(ledger, key)
+            record = ledger.record(key)  # a bad one goes with its pin
+        if record is not None:
             ledger.drop(key, record, Departure.REMOVED)
-            yield key
+        yield key

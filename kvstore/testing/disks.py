@@ -1,14 +1,17 @@
 """Disk tiers for tests: one in a dictionary, and one that fails, delays and limits on demand."""
 
 import asyncio
+import math
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from zlib import crc32
 
-from kvstore.block import BlockRef, BlockWrite, PutOutcome
+from kvstore.block import BlockRef, BlockWrite, PutOutcome, Removal
 from kvstore.disk import DiskEntry, DiskStats
 from kvstore.errors import (
     BlockMissingError,
+    CapacityError,
     CorruptBlockError,
     KVStoreError,
     TierBrokenError,
@@ -27,6 +30,8 @@ class MemoryDisk:
     capacity: int = 1 << 30
     blocks: dict[bytes, tuple[BlockRef, bytes]] = field(default_factory=dict)
     num_reads: int = 0
+    pins: dict[bytes, float] = field(default_factory=dict)  # last block of each: its end
+    clock: Callable[[], float] = time.time
     is_closed: bool = False
     _checksums: dict[bytes, int] = field(default_factory=dict)
     _owners: dict[bytes, tuple[bytes, bytes]] = field(default_factory=dict)  # namespace, salt
@@ -78,13 +83,40 @@ class MemoryDisk:
     async def touch(self, keys: Sequence[bytes]) -> None:
         pass
 
-    async def clear(self, seed: bytes) -> int:
+    async def clear(self, seed: bytes) -> Removal:
         children = [key for key, (ref, _) in self.blocks.items() if ref.parent == seed]
         below = [await self.clear(key) for key in children]
-        for key in children:
+        kept = self.pinned().intersection(children)
+        gone = [key for key in children if key not in kept]
+        for key in gone:
             del self.blocks[key]
-        self._watcher([RemovedBlock(*self._owners[key], key) for key in children])
-        return len(children) + sum(below)
+        self._watcher([RemovedBlock(*self._owners[key], key) for key in gone])
+        return Removal(
+            len(gone) + sum(each.num_blocks for each in below),
+            len(kept) + sum(each.num_pinned for each in below),
+        )
+
+    async def pin(self, keys: Sequence[bytes], ttl_s: float | None) -> list[bytes]:
+        missing = [key for key in keys if key not in self.blocks or key not in self._checksums]
+        if not missing:
+            before, pins = self.pins.copy(), self.pins
+            pins[keys[-1]] = max(self.clock() + (ttl_s or math.inf), pins.get(keys[-1], 0.0))
+            if len(self.pinned()) > self.capacity // 2:
+                self.pins = before
+                raise CapacityError("pins would hold more than half of the disk")
+        return missing
+
+    async def unpin(self, key: bytes) -> bool:
+        return self.pins.pop(key, 0.0) > self.clock()
+
+    def pinned(self) -> set[bytes]:
+        """Blocks that a pin protects now."""
+        found: set[bytes] = set()
+        for key, until in self.pins.items():
+            while until > self.clock() and key in self.blocks:
+                found.add(key)
+                key = self.blocks[key][0].parent
+        return found
 
     def watch_removals(self, watcher: Callable[[Sequence[RemovedBlock]], None]) -> None:
         self._watcher = watcher
@@ -97,6 +129,7 @@ class MemoryDisk:
             used_bytes=used,
             file_bytes=used,
             capacity_bytes=0,
+            pinned_blocks=len(self.pinned()),
             bad_blocks=0,
             corrupt={},
             evictions=0,
@@ -155,9 +188,17 @@ class FaultyDisk:
         await self._pass(0)
         await self.inner.touch(keys)
 
-    async def clear(self, seed: bytes) -> int:
+    async def clear(self, seed: bytes) -> Removal:
         await self._pass(0)
         return await self.inner.clear(seed)
+
+    async def pin(self, keys: Sequence[bytes], ttl_s: float | None) -> list[bytes]:
+        await self._pass(0)
+        return await self.inner.pin(keys, ttl_s)
+
+    async def unpin(self, key: bytes) -> bool:
+        await self._pass(0)
+        return await self.inner.unpin(key)
 
     def watch_removals(self, watcher: Callable[[Sequence[RemovedBlock]], None]) -> None:
         self.inner.watch_removals(watcher)

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from kvstore.block import BlockRef, BlockWrite, PutOutcome
+from kvstore.block import BlockRef, BlockWrite, PutOutcome, Removal
 from kvstore.errors import BlockMissingError, CorruptBlockError
 from kvstore.hashing import chain_refs, chain_seed, encode_tokens, namespace_id
 from kvstore.tiers.base import BlockRead, DiskTier, RemovedBlock
@@ -136,12 +136,37 @@ class TierSuite(ABC):
             await self.write(tier, refs)
             salted = chain_refs(chain_seed(NAMESPACE, "salt"), refs[0].tokens, 16)
             await self.write(tier, salted)
-            assert await tier.clear(SEED) == 3
+            assert (await tier.clear(SEED)).num_blocks == 3
             assert {block.key for block in removed} == {ref.key for ref in refs}
             assert await tier.probe(refs) == []
             assert len(await tier.probe(salted)) == 1
 
         self.run(tmp_path, body)
+
+    def test_a_pinned_sequence_survives_clearing_and_another_tier_releases_it(
+        self, tmp_path: Path
+    ) -> None:
+        async def leave(tier: DiskTier) -> None:
+            refs, other = chain(1, 2, 3), chain(1, 2, 4)
+            await self.write(tier, refs[:2])
+            assert await tier.pin([ref.key for ref in refs], None) == [refs[2].key]
+            assert tier.stats().pinned_blocks == 0
+            await self.write(tier, [refs[2], other[2]])
+            assert await tier.pin([ref.key for ref in refs], None) == []
+            assert tier.stats().pinned_blocks == 3
+            assert await tier.clear(SEED) == Removal(1, 3)
+
+        async def release(tier: DiskTier) -> None:
+            refs = chain(1, 2, 3)
+            assert await self.read(tier, refs) == [payload(ref) for ref in refs]
+            assert not await tier.unpin(refs[1].key)
+            assert await tier.unpin(refs[2].key)
+            assert not await tier.unpin(refs[2].key)
+            assert tier.stats().pinned_blocks == 0
+            assert await tier.clear(SEED) == Removal(3, 0)
+
+        self.run(tmp_path, leave)
+        self.run(tmp_path, release)
 
     def test_another_tier_on_the_same_medium_finds_what_one_left(self, tmp_path: Path) -> None:
         async def leave(tier: DiskTier) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.block import BlockRef, BlockWrite, PutOutcome
+from kvstore.block import BlockRef, BlockWrite, PutOutcome, Removal
 from kvstore.disk import DiskEntry, DiskStats
 from kvstore.errors import KVStoreError
 
@@ -131,8 +131,19 @@ class DiskTier(Protocol):
     async def touch(self, keys: Sequence[bytes]) -> None:
         """Record a use, leaf first and root last."""
 
-    async def clear(self, seed: bytes) -> int:
-        """Drop every block that descends from ``seed``; how many went."""
+    async def clear(self, seed: bytes) -> Removal:
+        """Drop every block that descends from ``seed`` and is not pinned."""
+
+    async def pin(self, keys: Sequence[bytes], ttl_s: float | None) -> list[bytes]:
+        """Keep a sequence, root first, from leaving to make room, for ``ttl_s`` seconds or until
+        ``unpin``; all of it or nothing: the keys that are missing. The later end of two counts.
+
+        Raises ``CapacityError`` when pins would hold more than half of the tier,
+        ``TierBrokenError`` when it cannot be written.
+        """
+
+    async def unpin(self, key: bytes) -> bool:
+        """Release the pin of the sequence that ends here, whoever set it; whether there was one."""
 
     def watch_removals(self, watcher: Callable[[Sequence[RemovedBlock]], None]) -> None:
         """Tell ``watcher`` which blocks this tier's own operations removed. It is called on the

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from kvstore.block import BlockRef, BlockWrite, PutOutcome
+from kvstore.block import BlockRef, BlockWrite, PutOutcome, Removal
 from kvstore.disk import DiskEntry, DiskStats, DiskStore
 from kvstore.errors import KVStoreError
 from kvstore.tiers.base import BlockRead, RemovedBlock
@@ -47,8 +47,14 @@ class LmdbTier:
     async def touch(self, keys: Sequence[bytes]) -> None:
         await self._change(self._disk.touch, keys)
 
-    async def clear(self, seed: bytes) -> int:
+    async def clear(self, seed: bytes) -> Removal:
         return await self._change(self._disk.clear, seed)
+
+    async def pin(self, keys: Sequence[bytes], ttl_s: float | None) -> list[bytes]:
+        return await self._change(lambda: self._disk.pin(keys, ttl_s=ttl_s))
+
+    async def unpin(self, key: bytes) -> bool:
+        return await self._change(self._disk.unpin, key)
 
     def watch_removals(self, watcher: Callable[[Sequence[RemovedBlock]], None]) -> None:
         self._disk.take_removed()

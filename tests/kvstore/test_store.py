@@ -467,7 +467,7 @@ def test_what_outlives_a_cleared_disk_is_written_again(make_engine):
     engine.store.flush()
     with engine.store.pin(engine.look_up(A + B + END, peek=True)):
         assert engine.store.reset() == 2
-        engine.store.clear_disk("", lambda: None)
+        engine.store.clear_disk("", lambda kept: None)
         engine.store.run_until_idle(10.0)
         engine.store.flush()
         assert len(disk.blocks) == 2

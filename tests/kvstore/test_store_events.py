@@ -151,7 +151,7 @@ def test_a_disk_that_is_cleared_or_breaks_holds_nothing(make_engine):
     engine.run(A + END)
     engine.store.flush(10.0)
     events = Listener(engine)
-    engine.store.clear_disk("", lambda: None)
+    engine.store.clear_disk("", lambda kept: None)
     engine.store.run_until_idle(10.0)
     assert events.of(AllBlocksCleared, medium="disk", is_one_salt=True)
     disk.is_broken = True
@@ -240,7 +240,7 @@ def test_clearing_a_salt_on_disk_removes_its_blocks_one_by_one(make_engine, tmp_
     for salt in ("", "tenant"):
         engine.run(A + B + END, salt)
     engine.store.flush(10.0)
-    engine.store.clear_disk("tenant", lambda: None)
+    engine.store.clear_disk("tenant", lambda kept: None)
     (removed,) = events.of(BlockRemoved, medium="disk")
     (cleared,) = events.of(AllBlocksCleared, medium="disk")
     assert len(removed.block_hashes) == 2

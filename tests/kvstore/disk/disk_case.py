@@ -5,6 +5,7 @@ import os
 import random
 import resource
 import signal
+import struct
 import subprocess
 import sys
 import textwrap
@@ -34,7 +35,8 @@ IDENTITY = {
 }
 NAMESPACE = namespace_id(IDENTITY)
 FIELDS = ("parent", "tokens", "depth", "namespace", "salt", "num_tokens", "nbytes")
-FIELDS += ("payload_bytes", "codec", "checksum", "created", "touched", "order", "is_bad", "hits")
+FIELDS += ("payload_bytes", "codec", "checksum", "created", "touched", "order", "is_bad")
+LATER_FIELDS = {"hits": 0, "num_pins": 0, "pinned_until": 0.0}  # the last ones are left out
 
 
 class Blocks:
@@ -176,19 +178,24 @@ def problems_on_disk(directory: Path) -> list[str]:
             found.append(f"{name}: depth")
         if key not in raw["children"].get(record["parent"], set()):
             found.append(f"{name}: not among its parent's children")
-        if (key in inner) == (raw["recency"].get(record["order"]) == key):
+        may_go = key not in inner and not record["num_pins"]
+        if may_go != (raw["recency"].get(record["order"]) == key):
             found.append(f"{name}: recency")
+        if record["num_pins"] != raw["num_pins"].get(key, 0):
+            found.append(f"{name}: pins")
         if record["is_bad"]:
             if key in payload:
                 found.append(f"{name}: bad, with payload")
-            if key not in inner:
+            if may_go:
                 found.append(f"{name}: bad leaf")
         elif key not in payload:
             found.append(f"{name}: no payload")
         elif xxhash.xxh3_128_digest(payload[key]) != record["checksum"]:
             found.append(f"{name}: checksum")
-        total = sums.setdefault(record["namespace"] + record["salt"], [0, 0, 0, 0])
+        total = sums.setdefault(record["namespace"] + record["salt"], [0] * 6)
         total[2] += record["length"]
+        total[4] += record["num_pins"] > 0
+        total[5] += -(-(record["nbytes"] + 16) // 4096) if record["num_pins"] else 0
         if record["is_bad"]:
             total[3] += 1
         else:
@@ -197,13 +204,13 @@ def problems_on_disk(directory: Path) -> list[str]:
             total[2] += record["nbytes"]
     if sum(map(len, raw["children"].values())) != len(index):
         found.append("children of nobody")
-    if len(raw["recency"]) != len(set(index) - inner):
+    if len(raw["recency"]) != len(set(index) - inner - set(raw["num_pins"])):
         found.append("recency of nobody")
     if set(payload) - set(index):
         found.append("payload of nobody")
     if raw["usage"] != sums:
         found.append(f"usage {raw['usage']} is not {sums}")
-    head = [sum(column) for column in zip(*sums.values(), strict=True)] if sums else [0, 0, 0, 0]
+    head = [sum(column) for column in zip(*sums.values(), strict=True)] if sums else [0] * 6
     if raw["head"] != head:
         found.append(f"head {raw['head']} is not {head}")
     return found
@@ -227,23 +234,38 @@ def _read_raw(directory: Path) -> dict[str, Any]:
     for key, value in tables["index"]:
         assert xxhash.xxh3_128_digest(key + value[16:]) == value[:16], key.hex()
         fields = msgpack.unpackb(value[16:])
-        fields += [0] * (len(fields) == len(FIELDS) - 1)  # without hits
-        index[key] = dict(zip(FIELDS, fields, strict=True))
+        row = dict(zip([*FIELDS, *LATER_FIELDS], fields, strict=False))
+        index[key] = LATER_FIELDS | row
         index[key]["length"] = len(value)
-    usage, head = {}, []
+    usage, head, ends = {}, [], {}
     for key, value in tables["meta"]:
         if key.startswith(b"usage/"):
-            usage[key[6:]] = [int.from_bytes(value[i : i + 8], "little") for i in range(16, 48, 8)]
+            usage[key[6:]] = _counters(value[16:])
         elif key == b"head":
-            head = [int.from_bytes(value[i : i + 8], "little") for i in range(48, 80, 8)]
+            head = _counters(value[48:])
+        elif key.startswith(b"pin/"):
+            ends[key[12:]] = struct.unpack(">d", key[4:12])[0]
+    assert ends == {key: row["pinned_until"] for key, row in index.items() if row["pinned_until"]}
+    num_pins: dict[bytes, int] = {}
+    for key in ends:
+        while key in index:
+            num_pins[key] = num_pins.get(key, 0) + 1
+            key = index[key]["parent"]
     return {
         "index": index,
+        "num_pins": num_pins,
         "payload": dict(tables["payload"]),
         "recency": dict(tables["recency"]),
         "children": children,
         "usage": usage,
         "head": head,
     }
+
+
+def _counters(raw: bytes) -> list[int]:
+    """Six numbers; where nothing is pinned only four of them stand there."""
+    numbers = list(struct.unpack(f"<{len(raw) // 8}Q", raw))
+    return numbers + [0] * (6 - len(numbers))
 
 
 def data_file(directory: Path) -> Path:

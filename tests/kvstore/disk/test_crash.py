@@ -1,5 +1,6 @@
 """Processes that are killed at any moment, and processes that share a cache all the time."""
 
+import contextlib
 import os
 import random
 import signal
@@ -12,7 +13,7 @@ from disk_case import Blocks, FakeClock, fork, in_fork, problems_on_disk, small
 
 from kvstore.block import BlockRef, PutOutcome
 from kvstore.disk import DiskStore
-from kvstore.errors import BlockMissingError, CorruptBlockError
+from kvstore.errors import BlockMissingError, CorruptBlockError, TierBrokenError
 
 CAPACITY = 6 << 20
 CHAIN = 4
@@ -35,6 +36,10 @@ def write_for_ever(directory: Path, first: int, report: int) -> int:
             store.touch([ref.key for ref in reversed(older)])
             if start % 7 == 0:
                 store.remove([older[1].key])
+            if start % 5 == 0:
+                store.pin([ref.key for ref in chain], ttl_s=1000.0)
+            if start % 10 == 0:
+                store.unpin(blocks.chain(CHAIN, start=start - 5)[-1].key)
 
 
 def kill_and_check(directory: Path, count: int) -> None:
@@ -104,6 +109,11 @@ def share(directory: Path, seed: int, seconds: float) -> int:
             assert PutOutcome.ORPHAN not in outcomes
             if draw.random() < 0.05:
                 store.remove([draw.choice(chain).key])
+            if draw.random() < 0.05:
+                with contextlib.suppress(TierBrokenError):  # others read what was freed
+                    store.pin([ref.key for ref in chain], ttl_s=draw.random())
+            if draw.random() < 0.05:
+                store.unpin(chain[-1].key)
         stats = store.stats()
         assert stats.corrupt == {}
         assert stats.state == "ok"

@@ -49,7 +49,14 @@ def test_summary_tells_what_is_cached(directory: Path, blocks: Blocks) -> None:
     assert found["capacity_bytes"] == 8 << 20
     assert 3 * 20_000 < found["used_bytes"] == used <= found["file_bytes"]
     assert found["namespaces"] == [
-        {"id": NAMESPACE.hex(), **IDENTITY, "blocks": 3, "tokens": 48, "bytes": used}
+        {
+            "id": NAMESPACE.hex(),
+            **IDENTITY,
+            "blocks": 3,
+            "tokens": 48,
+            "bytes": used,
+            "pinned_blocks": 0,
+        }
     ]
 
 

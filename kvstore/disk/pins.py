@@ -1,0 +1,100 @@
+"""Pins: holds on disk blocks that outlive the process, until their end or until they are released.
+
+A pin is put on the last block of a sequence and protects all that it continues. Its block's record
+says when it ends; the records of both say how many pins protect them. So a block is pinned exactly
+while that number is not 0, whatever else was pinned, ended or released on the way, and the counters
+know how much is pinned without looking.
+
+A pin belongs to the directory: every process spares what it protects, and any may release it. There
+is one a block. Pinning again keeps the later end.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from kvstore.disk import schema
+from kvstore.disk.environment import Environment
+from kvstore.disk.ledger import Ledger
+from kvstore.disk.schema import Record, SealError
+from kvstore.errors import CapacityError
+
+
+def pin(ledger: Ledger, key: bytes, until: float) -> None:
+    """Pin a block that is there. Raises ``CapacityError`` when more than half would be pinned."""
+    record = _record(ledger, key)
+    if record.pinned_until:
+        end = max(until, record.pinned_until)
+        ledger.change_pins(key, record, record.num_pins, end)
+        return
+    _change_chain(ledger, key, record, 1, until)
+    pinned_bytes = ledger.head.total.pinned_pages * schema.PAGE_BYTES
+    if pinned_bytes > ledger.head.capacity_bytes // 2:
+        raise CapacityError(
+            f"pins would hold {pinned_bytes} of {ledger.head.capacity_bytes} bytes on disk; at "
+            "most half may be pinned: raise disk_cache_size, or unpin"
+        )
+
+
+def unpin(ledger: Ledger, key: bytes) -> bool:
+    """Release a block's own pin; whether it had one."""
+    record = ledger.record(key)
+    if record is None or not record.pinned_until:
+        return False
+    _change_chain(ledger, key, record, -1, 0.0)
+    return True
+
+
+def expire(ledger: Ledger, now: float) -> None:
+    """Release the pins that have ended."""
+    while (first := ledger.first_pin()) is not None and first[0] <= now:
+        if not unpin(ledger, first[1]):
+            raise SealError
+
+
+def _change_chain(ledger: Ledger, key: bytes, record: Record, step: int, until: float) -> None:
+    """One pin more or less on a block, whose own it is, and on all that it continues."""
+    ledger.change_pins(key, record, record.num_pins + step, until)
+    while record.depth > 0:
+        key = record.parent
+        record = _record(ledger, key)
+        ledger.change_pins(key, record, record.num_pins + step, record.pinned_until)
+
+
+def _record(ledger: Ledger, key: bytes) -> Record:
+    record = ledger.record(key)
+    if record is None:
+        raise SealError
+    return record
+
+
+def rows(env: Environment, txn: Any) -> Iterator[tuple[float, bytes]]:
+    """When each pin ends and the block it was put on, the first to end first.
+
+    Raises ``SealError``.
+    """
+    cursor = txn.cursor(db=env.meta)
+    is_there = cursor.set_range(schema.PIN_PREFIX)
+    while is_there and bytes(cursor.key()).startswith(schema.PIN_PREFIX):
+        row = bytes(cursor.key())
+        schema.unseal(row, cursor.value())
+        yield schema.read_pin_key(row)
+        is_there = cursor.next()
+
+
+def ended(env: Environment, txn: Any, now: float) -> Counter[bytes]:
+    """By block, pins that have ended and are counted all the same: nobody has written since.
+
+    Raises ``SealError``.
+    """
+    counts: Counter[bytes] = Counter()
+    for until, key in rows(env, txn):
+        if until > now:
+            break
+        record = schema.decode_record(key, txn.get(key, db=env.index) or b"")
+        counts[key] += 1
+        while record.depth > 0:
+            key = record.parent
+            record = schema.decode_record(key, txn.get(key, db=env.index) or b"")
+            counts[key] += 1
+    return counts

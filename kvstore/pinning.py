@@ -1,0 +1,194 @@
+"""Pins: holds on blocks that must not be lost, in this process's memory or on disk.
+
+A pin in memory ends with the process: its blocks may be demoted to host, but the slowest memory
+tier does not evict them. One on disk outlives it: the blocks are written, the disk is told, and
+from then on no process evicts them there, so memory need not hold them. Until disk knows, it does.
+"""
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvstore.block import TierName
+from kvstore.errors import BlockMissingError, CapacityError, ConfigError, KVStoreError
+from kvstore.index import FAILED, NONE, VALID, BlockIndex
+from kvstore.lease import Lookup, Pin
+from kvstore.tiers.base import BlockPool
+from kvstore.transfer import TransferLoop
+from kvstore.write_behind import WriteBehind
+
+logger = logging.getLogger(__name__)
+
+_MAX_TRIES = 8  # to get all of a sequence on disk at once, while others evict there
+
+
+@dataclass(eq=False, slots=True)
+class _Persistence:
+    """A pin on its way to disk; ``slots`` are what memory holds of its blocks."""
+
+    pin: Pin
+    keys: Sequence[bytes]
+    slots: list[int]
+    ttl_s: float | None
+    num_tries: int = 0
+    is_submitted: bool = False
+    is_released: bool = False
+
+
+class Pinning:
+    """Owner thread only.
+
+    held     by slot: holds of any kind, which the evictor respects
+    pinned   by slot: pins in memory, which are limited
+    """
+
+    def __init__(
+        self,
+        index: BlockIndex,
+        device: BlockPool,
+        host: BlockPool | None,
+        transfer: TransferLoop,
+        write_behind: WriteBehind,
+    ) -> None:
+        self._index = index
+        self._slowest = host or device
+        self._setting = "host_cache" if host else "device_cache"
+        self._transfer = transfer
+        self._write_behind = write_behind
+        self._coming: list[_Persistence] = []
+        self.held: dict[int, int] = {}
+        self.pinned: dict[int, int] = {}
+
+    def in_memory(self, slots: Sequence[int]) -> Pin:
+        """Hold these blocks. Raises ``CapacityError`` beyond half of the slowest memory tier."""
+        count, capacity = len(self.pinned.keys() | set(slots)), self._slowest.capacity
+        if count > capacity // 2:
+            raise CapacityError(
+                f"pins would hold {count} of {capacity} blocks; at most half of a tier may be "
+                f"pinned: raise {self._setting}, or unpin"
+            )
+        for holds in (self.held, self.pinned):
+            _add(holds, slots)
+
+        def release() -> None:
+            for holds in (self.held, self.pinned):
+                _subtract(holds, slots)
+
+        return Pin(len(slots), release)
+
+    def on_disk(self, lookup: Lookup, ttl_s: float | None) -> Pin:
+        """Have a prefix written and pinned on disk. Raises ``BlockMissingError`` when a part of it
+        is in no tier; what fails later is the pin's ``error``."""
+        if ttl_s is not None and not 0 < ttl_s < math.inf:
+            raise ConfigError(f"ttl: expected a positive number of seconds, got {ttl_s}")
+        index = self._index
+        found = [index.find(lookup.ref(i)) for i in range(len(lookup.keys))]
+        missing = [
+            key
+            for key, slot in zip(lookup.keys, found, strict=True)
+            if key not in lookup.on_disk and not self._is_known(slot)
+        ]
+        if missing:
+            raise BlockMissingError(
+                f"{len(missing)} of {len(found)} blocks are in no tier; compute them, then pin"
+            )
+        if not found:
+            return Pin(0, lambda: None)
+        slots = [slot for slot in found if slot != NONE]
+        _add(self.held, slots)
+        pin = Pin(len(found), lambda: self._release(coming), is_settled=False)
+        coming = _Persistence(pin, lookup.keys, slots, ttl_s)
+        self._coming.append(coming)
+        self._write([slot for slot in slots if not index.is_written[slot]])
+        return pin
+
+    def count(self, tier: TierName) -> int:
+        """Blocks pinned in memory of which a memory tier holds a copy."""
+        ids = self._index.device if tier is TierName.DEVICE else self._index.host
+        return sum(ids[slot] != NONE for slot in self.pinned)
+
+    def pump(self) -> None:
+        """Tell disk of pins whose blocks it has been given."""
+        for coming in self._coming:
+            if not coming.is_submitted and not any(map(self._is_being_written, coming.slots)):
+                coming.is_submitted = True
+                self._submit(coming)
+
+    def _is_known(self, slot: int) -> bool:
+        """Whether memory or disk holds a block's bytes, as far as memory knows."""
+        index = self._index
+        if slot == NONE:
+            return False
+        return index.host[slot] != NONE or index.loading[slot] != FAILED
+
+    def _is_being_written(self, slot: int) -> bool:
+        index = self._index
+        return slot in index.dirty or bool(index.transfers[slot] and not index.is_written[slot])
+
+    def _write(self, slots: Sequence[int]) -> None:
+        """Have these blocks, parents first, written now."""
+        for slot in slots:
+            self._write_behind.add(slot)
+        self._write_behind.urge(slots)
+
+    def _submit(self, coming: _Persistence) -> None:
+        def end(outcome: list[bytes] | KVStoreError) -> None:
+            if isinstance(outcome, KVStoreError):
+                self._settle(coming, outcome)
+            elif outcome:
+                self._try_again(coming, outcome)
+            else:
+                self._settle(coming, None)
+
+        self._transfer.pin(coming.keys, coming.ttl_s, end)
+
+    def _try_again(self, coming: _Persistence, missing: Sequence[bytes]) -> None:
+        """Disk had no room for some blocks, or another process evicted them: write them again."""
+        index = self._index
+        slots = [index.slots.get(key, NONE) for key in missing]
+        has_bytes = all(
+            slot != NONE and (index.host[slot] != NONE or index.loading[slot] == VALID)
+            for slot in slots
+        )
+        coming.num_tries += 1
+        if coming.is_released or not has_bytes or coming.num_tries == _MAX_TRIES:
+            error = f"{len(missing)} of {len(coming.keys)} blocks cannot be kept on disk"
+            self._settle(coming, CapacityError(f"{error}: raise disk_cache_size, or unpin others"))
+            return
+        for slot in slots:
+            index.is_written[slot] = 0
+        self._write(slots)
+        coming.is_submitted = False
+
+    def _settle(self, coming: _Persistence, error: KVStoreError | None) -> None:
+        """The end of a pin's way: disk holds the blocks now, or it will not."""
+        self._coming.remove(coming)
+        _subtract(self.held, coming.slots)
+        coming.pin.error = error
+        coming.pin.is_settled = True
+        if error is not None:
+            logger.warning("blocks=%d could not be pinned on disk: %s", len(coming.keys), error)
+        elif coming.is_released:
+            self._transfer.unpin(coming.keys[-1], _ignore)
+
+    def _release(self, coming: _Persistence) -> None:
+        coming.is_released = True
+        if coming.pin.is_settled and coming.pin.error is None:
+            self._transfer.unpin(coming.keys[-1], _ignore)
+
+
+def _add(holds: dict[int, int], slots: Sequence[int]) -> None:
+    for slot in slots:
+        holds[slot] = holds.get(slot, 0) + 1
+
+
+def _subtract(holds: dict[int, int], slots: Sequence[int]) -> None:
+    for slot in slots:
+        holds[slot] -= 1
+        if holds[slot] == 0:
+            del holds[slot]
+
+
+def _ignore(outcome: object) -> None:
+    """A pin that cannot be released because the disk is gone holds nothing any more."""
