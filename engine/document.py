@@ -11,7 +11,7 @@ from engine.sampling_params import SamplingParams
 from kvstore.block import TierName
 from kvstore.errors import ConfigError, StoreClosedError
 from kvstore.hashing import encode_tokens
-from kvstore.lease import Pin
+from kvstore.lease import Lookup, Pin
 
 if TYPE_CHECKING:
     from engine.llm import LLM
@@ -61,8 +61,7 @@ class Document:
 
     def prefill(self) -> None:
         """Read the document now. Returns at once when the device holds it."""
-        unit = self._llm._loaded.reuse_tokens
-        whole = self._prefix[: len(self._prefix) // unit * unit]
+        whole = self._reusable
         if whole and self._llm.config.enable_prefix_caching:
             request = self._llm._requests.make(
                 None, whole, _DEFAULT_PARAMS, self._cache, prefill_only=True
@@ -75,28 +74,37 @@ class Document:
         tokens = encode_tokens(self._prefix)
         self._llm._core.call(lambda: store.prefetch(tokens, self._cache.salt))
 
-    def pin(self) -> Pin:
-        """Read the document if need be, and keep it in memory until the pin is released.
+    def pin(self, *, persist: bool = False, ttl: float | None = None) -> Pin:
+        """Read the document if need be, and keep it from being evicted until the pin is released.
 
-        The pin is a context manager. Raises ``CapacityError`` when pins would take more than half
-        of the slowest memory tier.
+        In this process's memory; with ``persist``, or ``ttl``, the seconds after which it ends, on
+        disk, for every process and over restarts: returns when disk has it. The pin is a context
+        manager. Raises ``CapacityError`` when pins would take more than half of the slowest memory
+        tier, or of the disk, ``ConfigError`` when nothing persists because there is no disk tier.
         """
         self.prefill()
-        core, tokens = self._llm._core, encode_tokens(self._prefix)
-
-        def hold() -> Pin:
-            lookup = core.store.lookup(
-                tokens, self._cache.salt, num_reusable=len(self._prefix), peek=True
-            )
-            return core.store.pin(lookup)
-
-        pin = core.call(hold)
+        core, lookup = self._llm._core, self._lookup()
+        pin = core.call(lambda: core.store.pin(lookup, persist=persist, ttl_s=ttl))
+        core.wait_for(lambda: pin.is_settled)
+        if pin.error is not None:
+            raise pin.error
 
         def let_go() -> None:
             with contextlib.suppress(StoreClosedError):
-                core.call(pin.release)
+                if persist or ttl is not None:
+                    self.unpin()
+                else:
+                    core.call(pin.release)
 
         return Pin(pin.num_blocks, let_go)
+
+    def unpin(self) -> bool:
+        """Release the document's pin on disk, whichever process set it; whether there was one."""
+        core, lookup = self._llm._core, self._lookup()
+        answers: list[bool] = []
+        core.call(lambda: core.store.unpin(lookup, answers.append))
+        core.wait_for(lambda: bool(answers))
+        return answers[0]
 
     @overload
     def ask(
@@ -130,15 +138,25 @@ class Document:
 
     def residency(self) -> dict[str, int]:
         """Tokens of the document by the fastest tier that holds them now; the rest is in none."""
-        core, size = self._llm._core, self._llm.config.block_size
-        tokens = encode_tokens(self._prefix)
+        size, lookup = self._llm.config.block_size, self._lookup()
+        return {tier.value: size * lookup.sources.count(tier) for tier in TierName}
+
+    def _lookup(self) -> Lookup:
+        """Where its reusable blocks are now, disk included; counts no hits."""
+        core, tokens = self._llm._core, encode_tokens(self._reusable)
         lookup = core.call(
             lambda: core.store.lookup(
-                tokens, self._cache.salt, num_reusable=len(self._prefix), peek=True
+                tokens, self._cache.salt, num_reusable=len(self._reusable), peek=True
             )
         )
         core.wait_for(lambda: lookup.is_ready)
-        return {tier.value: size * lookup.sources.count(tier) for tier in TierName}
+        return lookup
+
+    @property
+    def _reusable(self) -> list[int]:
+        """The tokens that whole blocks hold, as many as are reused together."""
+        unit = self._llm._loaded.reuse_tokens
+        return self._prefix[: len(self._prefix) // unit * unit]
 
 
 def read_document(path: os.PathLike[str]) -> str:

@@ -167,6 +167,8 @@ class LLM:
         text_or_path: str | os.PathLike[str],
         *,
         pin: bool = False,
+        persist: bool = False,
+        ttl: float | None = None,
         prefill: bool = True,
         cache_salt: str | None = None,
         cache_priority: int = 0,
@@ -176,15 +178,16 @@ class LLM:
 
         With ``prefill`` it is read now, unless the cache holds it, so that questions find it there;
         without, the first question reads it. With ``pin`` it is read and kept in memory until
-        ``document.pinned.release()``. Raises ``ConfigError`` when it is empty or longer than the
+        ``document.pinned.release()``; with ``persist`` or ``ttl`` (seconds) on disk, see
+        ``Document.pin``. Raises ``ConfigError`` when it is empty or longer than the
         model's context.
         """
         text = text_or_path if isinstance(text_or_path, str) else read_document(text_or_path)
         salt = "" if cache_salt is None else cache_salt
         cache = CacheOptions(salt, cache_priority, cache_priority_ttl_s)
         document = Document(self, text, cache)
-        if pin:
-            document.pinned = document.pin()
+        if pin or persist or ttl is not None:
+            document.pinned = document.pin(persist=persist, ttl=ttl)
         elif prefill:
             document.prefill()
         return document

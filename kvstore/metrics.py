@@ -61,6 +61,7 @@ _FAMILIES: tuple[tuple[str, str, tuple[str, ...], Read, str], ...] = (
     ("gauge", "capacity_bytes", _TIER, _tiers("capacity_bytes"), "Bytes the tier may hold"),
     ("gauge", "used_bytes", _TIER, _tiers("used_bytes"), "Bytes the tier holds"),
     ("gauge", "used_blocks", _TIER, _tiers("used_blocks"), "Blocks the tier holds"),
+    ("gauge", "pinned_blocks", _TIER, _tiers("pinned_blocks"), "Of them, blocks that are pinned"),
     ("gauge", "tier_state", ("tier", "state"), _states, "1 for the state the tier is in"),
     ("counter", "hit_blocks", _TIER, _tiers("hits"), "Blocks found, by the fastest tier with them"),
     ("counter", "missed_blocks", _TIER, _tiers("misses"), "Blocks looked for and not found there"),

@@ -139,3 +139,22 @@ def test_a_pinned_document_stays_in_memory_and_a_warmed_one_comes_back(demo_llm)
     pinned.warm()
     assert demo_llm._core.wait_for(lambda: demo_llm._core.store.num_pending == 0, timeout=30)
     assert pinned.residency()["device"] == pinned.num_tokens // 16 * 16
+
+
+def test_a_document_pinned_on_disk_is_not_cleared_and_can_be_unpinned_by_name(demo_llm):
+    text = "Kept. " + FACT * 6
+    document = demo_llm.document(text, ttl=1000.0)
+    num_blocks = document.num_tokens // 16
+    assert document.pinned.num_blocks == num_blocks
+    assert demo_llm.stats().tiers["disk"].pinned_blocks == num_blocks
+    assert demo_llm.reset_prefix_cache() == num_blocks
+    assert document.residency()["disk"] == 16 * num_blocks
+    answer = document.ask("Why?", GREEDY)
+    assert answer.metrics.cached_tokens["disk"] >= 16 * num_blocks
+    again = demo_llm.document(text, prefill=False)
+    assert again.unpin()
+    assert not again.unpin()
+    assert demo_llm.stats().tiers["disk"].pinned_blocks == 0
+    with document.pin(persist=True):
+        assert demo_llm.stats().tiers["disk"].pinned_blocks == num_blocks
+    assert demo_llm.stats().tiers["disk"].pinned_blocks == 0

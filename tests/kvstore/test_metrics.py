@@ -45,6 +45,7 @@ def test_every_number_of_a_tier_is_a_sample(engine):
         "kvstore_capacity_bytes": "capacity_bytes",
         "kvstore_used_bytes": "used_bytes",
         "kvstore_used_blocks": "used_blocks",
+        "kvstore_pinned_blocks": "pinned_blocks",
         "kvstore_hit_blocks_total": "hits",
         "kvstore_missed_blocks_total": "misses",
         "kvstore_stored_blocks_total": "stored_blocks",

@@ -5,6 +5,7 @@ tokens, and every invariant of ``store.check()`` must hold after each step.
 """
 
 import contextlib
+import math
 import os
 from dataclasses import dataclass
 
@@ -23,7 +24,13 @@ from hypothesis.stateful import (
 
 from kvstore.block import BlockLayout
 from kvstore.config import StoreConfig
-from kvstore.errors import CapacityError, CorruptBlockError, OutOfBlocksError
+from kvstore.errors import (
+    BlockMissingError,
+    CapacityError,
+    ConfigError,
+    CorruptBlockError,
+    OutOfBlocksError,
+)
 from kvstore.hashing import namespace_id
 from kvstore.lease import Lease, Pin
 from kvstore.store import BlockStore
@@ -73,9 +80,10 @@ class StoreMachine(RuleBasedStateMachine):
             write_policy=write_policy, policy=policy, min_partial_tokens=min_partial
         )
         self.clock = FakeClock()
-        self.memory = MemoryDisk(capacity) if has_disk else None
+        self.memory = MemoryDisk(capacity, clock=self.clock) if has_disk else None
         self.held: list[Entry] = []
         self.pins: list[Pin] = []
+        self.disk_pins: list[tuple[Pin, list[bytes], float]] = []  # with their blocks and their end
         self.open_store()
 
     def open_store(self):
@@ -219,15 +227,42 @@ class StoreMachine(RuleBasedStateMachine):
         with contextlib.suppress(CapacityError):
             self.pins.append(self.store.pin(self.store.lookup(self.encode(tokens), peek=True)))
 
+    @rule(tokens=PROMPTS, ttl=st.sampled_from([None, 50.0]))
+    def pin_on_disk(self, tokens, ttl):
+        lookup = self.store.lookup(self.encode(tokens), peek=True)
+        with contextlib.suppress(BlockMissingError, ConfigError):
+            pin = self.store.pin(lookup, persist=True, ttl_s=ttl)
+            self.disk_pins.append((pin, lookup.keys, self.clock() + (ttl or math.inf)))
+
     @rule(choice=st.integers(0, 100))
     def unpin(self, choice):
         if self.pins:
             self.pins.pop(choice % len(self.pins)).release()
 
+    @rule(choice=st.integers(0, 100))
+    def unpin_on_disk(self, choice):
+        if self.disk_pins:
+            pin, keys, _ = self.disk_pins[choice % len(self.disk_pins)]
+            self.disk_pins = [each for each in self.disk_pins if each[1][-1:] != keys[-1:]]
+            pin.release()
+
+    @rule(tokens=PROMPTS)
+    def unpin_whoever_pinned(self, tokens):
+        lookup = self.store.lookup(self.encode(tokens), peek=True)
+        self.disk_pins = [each for each in self.disk_pins if each[1][-1:] != lookup.keys[-1:]]
+        self.store.unpin(lookup, lambda had_one: None)
+
+    @rule()
+    def clear_disk(self):
+        self.store.clear_disk("", lambda kept: None)
+
     @invariant()
-    def no_pinned_block_is_lost(self):
-        index = self.store.index
-        assert all(index.key[slot] for slot in self.store.pinned_slots())
+    def no_pinned_block_is_lost_on_disk(self):
+        if not hasattr(self, "store") or self.memory is None:
+            return
+        for pin, keys, until in self.disk_pins:
+            if pin.is_settled and pin.error is None and until > self.clock():
+                assert self.memory.pinned() >= set(keys)
 
     @rule()
     def poll(self):
@@ -273,8 +308,8 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(choice=st.integers(0, 100))
     def peer_evicts_from_disk(self, choice):
         """Another process removes a leaf."""
-        parents = {ref.parent for ref, _ in self.memory.blocks.values()}
-        leaves = sorted(key for key in self.memory.blocks if key not in parents)
+        spared = {ref.parent for ref, _ in self.memory.blocks.values()} | self.memory.pinned()
+        leaves = sorted(key for key in self.memory.blocks if key not in spared)
         if leaves:
             del self.memory.blocks[leaves[choice % len(leaves)]]
 
@@ -286,6 +321,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.give_back(entry)
         self.pins.clear()
         self.store.close(10.0)
+        assert all(pin.is_settled for pin, _, _ in self.disk_pins)
         self.open_store()
 
     @invariant()
