@@ -108,10 +108,7 @@ def _namespaces(env: Environment, txn: Any) -> list[dict[str, Any]]:
         if key.startswith(schema.USAGE_PREFIX):
             usage = Usage.decode(key, value)
             total = usages.setdefault(schema.namespace_of_usage(key), Usage())
-            total.num_blocks += usage.num_blocks
-            total.num_tokens += usage.num_tokens
-            total.num_bytes += usage.num_bytes
-            total.num_pinned += usage.num_pinned
+            total.add_up(usage)
     return [
         {
             "id": namespace.hex(),
