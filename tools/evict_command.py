@@ -24,7 +24,13 @@ _SHOWN = 10  # documents that are listed for people; --json has more
 
 
 def _evict(
-    directory: str, scrub: bool, dry_run: bool, yes: bool, as_json: bool, **conditions: Any
+    directory: str,
+    with_pinned: bool,
+    scrub: bool,
+    dry_run: bool,
+    yes: bool,
+    as_json: bool,
+    **conditions: Any,
 ) -> int:
     from kvstore.disk.offline import compact, evict, require_alone
 
@@ -36,14 +42,19 @@ def _evict(
     if scrub:
         require_alone(directory)
     if not yes or dry_run:
-        found = evict(directory, **conditions, dry_run=True)
+        found = evict(directory, **conditions, with_pinned=with_pinned, dry_run=True)
         if dry_run:
             _print(found | {"dry_run": True}, as_json)
             return 0
         if found["blocks"] and not is_confirmed(f"Evict {_count(found)}?", yes=yes):
             return 1
     with progress_bar("evicting") as advance:
-        found = evict(directory, **conditions, progress=lambda done: advance(done, None))
+        found = evict(
+            directory,
+            **conditions,
+            with_pinned=with_pinned,
+            progress=lambda done: advance(done, None),
+        )
     if scrub:
         with progress_bar("scrubbing") as advance:
             found |= compact(directory, progress=advance)
@@ -72,6 +83,9 @@ def _print(found: dict[str, Any], as_json: bool) -> None:
         ]
         if found["num_documents"] > _SHOWN:
             lines.append(f"  and {found['num_documents'] - _SHOWN:,} more (--json lists 1,000)")
+    if found["pinned_blocks"]:
+        stay = f"{found['pinned_blocks']:,} pinned blocks that were chosen stay"
+        lines.append(f"  {stay} (--with-pinned takes them, too)")
     if "bytes_after" in found:
         lines.append(f"scrubbed  the file takes {format_bytes(found['bytes_after'])}")
     click.echo("\n".join(lines))
@@ -120,6 +134,11 @@ evict = Command(
             type=Size(),
             metavar="SIZE",
             help="The least recently used, until the cache holds no more than this: 10GiB.",
+        ),
+        click.Option(
+            ["--with-pinned"],
+            is_flag=True,
+            help="Also what is pinned: its pins are released. Without, pinned blocks stay.",
         ),
         click.Option(
             ["--scrub"],

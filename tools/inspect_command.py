@@ -25,6 +25,8 @@ def _describe(summary: dict[str, Any]) -> str:
         f"{format_bytes(summary['capacity_bytes'])} at most",
         f"blocks      {summary['blocks']:,} ({summary['tokens']:,} tokens)",
     ]
+    if summary["pinned_blocks"]:
+        lines.append(f"pinned      {summary['pinned_blocks']:,} (not evicted to make room)")
     if summary["bad_blocks"]:
         lines.append(f"bad blocks  {summary['bad_blocks']:,} (computed anew when asked for)")
     for namespace in summary["namespaces"]:

@@ -155,3 +155,18 @@ def test_verify_shows_progress_on_a_terminal_only(cache):
     assert process.exitstatus == 0
     assert "verifying" in process.before
     assert f"checked     {NUM_BLOCKS} blocks" in process.before
+
+
+def test_a_pinned_document_is_shown_and_evicted_only_when_told_to(kvstore, cache):
+    with DiskStore.open(cache) as store:
+        refs = chain_refs(
+            chain_seed(namespace_id(IDENTITY)), encode_tokens(range(4 * NUM_BLOCKS)), 16
+        )
+        assert store.pin([ref.key for ref in refs]) == []
+    assert json.loads(kvstore("inspect", cache, "--json").stdout)["pinned_blocks"] == NUM_BLOCKS
+    assert f"pinned      {NUM_BLOCKS}" in kvstore("inspect", cache).stdout
+    kept = kvstore("evict", cache, "--namespace", "tiny", "--yes")
+    assert f"{NUM_BLOCKS} pinned blocks that were chosen stay" in kept.stdout
+    gone = kvstore("evict", cache, "--namespace", "tiny", "--with-pinned", "--yes", "--json")
+    assert json.loads(gone.stdout)["blocks"] == NUM_BLOCKS
+    assert json.loads(kvstore("inspect", cache, "--json").stdout)["pinned_blocks"] == 0
