@@ -41,7 +41,7 @@ class Document:
         self._llm = llm
         self._cache = cache
         tokenizer = llm._reader.need_tokenizer("a document")
-        before, between, after = _template_parts(tokenizer)
+        before, between, after = template_parts(tokenizer)
         encode = llm._reader.encode
         self._prefix = encode(before, is_template=True) + encode(text)
         self._between = encode(between, is_template=True)
@@ -171,7 +171,7 @@ def read_document(path: os.PathLike[str]) -> str:
         raise ConfigError(f"document {path}: not UTF-8 text; convert it to plain text") from None
 
 
-def _template_parts(tokenizer: Any) -> tuple[str, str, str]:
+def template_parts(tokenizer: Any) -> tuple[str, str, str]:
     """Text before the document, between document and question, and after the question."""
     if not getattr(tokenizer, "chat_template", None):
         return tokenizer.bos_token or "", "\n\nQuestion: ", "\nAnswer:"

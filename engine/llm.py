@@ -18,6 +18,7 @@ from engine.chunking import AsFits, WholeChunks
 from engine.config import EngineConfig
 from engine.core import CoreLimits, EngineCore
 from engine.document import Document, read_document
+from engine.explaining import explain_prompt
 from engine.model_loader import LoadedModel, load_model
 from engine.outputs import RequestOutput
 from engine.parts import build_parts
@@ -31,6 +32,7 @@ from engine.stream import OutputStream, Stream
 from kvstore.block import TierName
 from kvstore.errors import ConfigError
 from kvstore.events import Event
+from kvstore.explain import Explanation
 from kvstore.metrics import render
 from kvstore.stats import StoreStats
 
@@ -228,6 +230,16 @@ class LLM:
             self._core.wait_for(lambda: bool(kept))
             skipped += sum(kept)
         return skipped
+
+    def explain(self, prompt: Prompt, *, cache_salt: str | None = None) -> Explanation:
+        """Where the match of a prompt would end now, and why (``kvstore.explain``).
+
+        Nothing is computed, loaded or counted. ``print(llm.explain(text).sentence)``.
+        """
+        salt = cache_salt or ""
+        check_salt(salt)
+        _, token_ids = self._reader.read(prompt)
+        return explain_prompt(self._core, self._loaded, self.config.disk_cache, token_ids, salt)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until disk holds every cached block; False when ``timeout`` seconds ran out."""

@@ -57,11 +57,12 @@ class ModelSource:
     name: str
 
 
-def resolve_model(name: str, *, revision: str | None = None) -> ModelSource:
+def resolve_model(name: str, *, revision: str | None = None, may_fetch: bool = True) -> ModelSource:
     """Find the files of the model ``name``, fetching them if this machine does not have them.
 
     ``revision`` is a branch, tag or commit of a hub id; elsewhere it means nothing and is refused.
-    May wait for a download, and then says so on stderr. Raises ``ConfigError`` for what is not
+    May wait for a download, and then says so on stderr; without ``may_fetch`` it does not, and what
+    is not on this machine is an error. Raises ``ConfigError`` for what is not
     there, cannot be fetched, or is not a model.
     """
     path = Path(name).expanduser()
@@ -69,9 +70,9 @@ def resolve_model(name: str, *, revision: str | None = None) -> ModelSource:
     if revision is not None and not is_hub_id:
         raise ConfigError(f"revision: only a hub id has revisions, and model {name!r} is none")
     if name == DEMO:
-        return ModelSource(demo_model(), None, name)
+        return ModelSource(demo_model(may_fetch=may_fetch), None, name)
     if is_hub_id:
-        return ModelSource(_hub_snapshot(name, revision), None, name)
+        return ModelSource(_hub_snapshot(name, revision, may_fetch=may_fetch), None, name)
     if path.is_dir():
         return ModelSource(_checked_directory(path), None, name)
     if path.is_file() and path.suffix == ".gguf":
@@ -83,12 +84,14 @@ def resolve_model(name: str, *, revision: str | None = None) -> ModelSource:
     )
 
 
-def demo_model() -> Path:
+def demo_model(*, may_fetch: bool = True) -> Path:
     """Directory of the demo model, made at the first call on this machine (half a minute)."""
     models = cache_home() / "models"
     target = models / DEMO_DIRECTORY
     if target.is_dir():
         return target
+    if not may_fetch:
+        raise ConfigError(f"the demo model is not in {models}: it comes when it is used first")
     try:
         models.mkdir(parents=True, exist_ok=True)
         with _locked(models / "lock"):
@@ -116,7 +119,7 @@ def _checked_directory(path: Path) -> Path:
     raise ConfigError(f"model {str(path)!r} has no config.json; {hint}")
 
 
-def _hub_snapshot(name: str, revision: str | None) -> Path:
+def _hub_snapshot(name: str, revision: str | None, *, may_fetch: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     def fetch(weights: str) -> Path:
@@ -126,6 +129,7 @@ def _hub_snapshot(name: str, revision: str | None) -> Path:
                 revision=revision,
                 allow_patterns=[*_CHECKPOINT_FILES, weights],
                 ignore_patterns=["*/*"],  # other formats of the same weights
+                local_files_only=not may_fetch,
             )
         )
 

@@ -1,15 +1,19 @@
 """Puts an engine together: device pool, tiers, store and model runner for one configuration."""
 
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from engine.config import EngineConfig
+from engine.document import template_parts
 from engine.model_loader import LoadedModel
 from engine.model_runner import ModelRunner
+from engine.tokenizer_file import keep_tokenizer
 from kvstore.config import StoreConfig, parse_size
 from kvstore.disk import DiskStore
 from kvstore.errors import ConfigError, TierBrokenError
@@ -126,6 +130,25 @@ def _host_blocks(config: EngineConfig, loaded: LoadedModel) -> int:
     return size // loaded.layout.block_bytes
 
 
+def _description(loaded: LoadedModel) -> dict[str, Any]:
+    """What commands show of a namespace and make texts with: its identity, what follows from it,
+    the name people know the model by, and how documents become tokens."""
+    description = {
+        **loaded.identity,
+        "model": loaded.name,
+        "num_layers": loaded.layout.num_layers,
+        "num_kv_heads": loaded.layout.num_kv_heads,
+        "head_dim": loaded.layout.head_dim,
+        "windows": list(loaded.windows),
+    }
+    if loaded.tokenizer is not None:
+        tokenizer = keep_tokenizer(loaded.tokenizer)
+        description["tokenizer"] = None if tokenizer is None else str(tokenizer)
+        with contextlib.suppress(ConfigError):
+            description["document_template"] = list(template_parts(loaded.tokenizer))
+    return description
+
+
 def _open_disk(
     config: EngineConfig, loaded: LoadedModel, namespace: bytes
 ) -> tuple[DiskStore | None, str]:
@@ -142,8 +165,7 @@ def _open_disk(
             config=config.resolved_store_config(),
         )
         if config.resolved_store_config().disk_mode == "rw":
-            # The name is not part of the identity, but it is what people know the model by.
-            disk.register_namespace(namespace, {"model": loaded.name, **loaded.identity})
+            disk.register_namespace(namespace, _description(loaded))
     except TierBrokenError as error:
         logger.warning("disk tier is off: %s", error)
         return None, str(error)

@@ -20,11 +20,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
+from itertools import islice
 
 from kvstore.block import BlockLayout, Removal, TierName
 from kvstore.check import check
 from kvstore.config import StoreConfig
-from kvstore.cost import CostModel
+from kvstore.cost import CostModel, LoadDecision
 from kvstore.errors import ConfigError, KVStoreError, OutOfBlocksError, StoreClosedError
 from kvstore.event_file import EventFile
 from kvstore.events import EventLog
@@ -46,6 +47,8 @@ from kvstore.transfer import Probed, TransferLoop
 from kvstore.write_behind import WriteBehind
 
 logger = logging.getLogger(__name__)
+
+_MOST_SHOWN = 1000  # blocks that continue another, of which the one most like a prompt is told
 
 
 class BlockStore:
@@ -289,6 +292,18 @@ class BlockStore:
         whole = len(tokens) // 4
         lookup = self.lookup(tokens, salt, num_reusable=whole, peek=True)
         self._prefetches.append((lookup, None))
+
+    def weigh(self, lookup: Lookup) -> LoadDecision | None:
+        """What would be decided about loading what a ``peek`` has found; tries no tier for it."""
+        lookup.has_probed = True
+        self._matcher.walk(lookup)
+        return lookup.decision
+
+    def continuations(self, lookup: Lookup) -> list[tuple[bytes, bytes]]:
+        """Key and tokens of blocks in memory that continue the known part of a prefix."""
+        index = self.index
+        children = index.children(lookup.parent(len(lookup.sources)))
+        return [(index.key[slot], index.tokens[slot]) for slot in islice(children, _MOST_SHOWN)]
 
     def num_reusable_blocks(self, lookup: Lookup) -> int:
         """Blocks at the front of the prefix that ``reserve`` would find now."""

@@ -48,6 +48,7 @@ cli = Group(
     summaries={
         "ask": "Answer questions about a document.",
         "inspect": "Show what is in a cache directory.",
+        "why": "Explain why a prompt is not found in a cache.",
         "verify": "Check every block in a cache directory.",
         "evict": "Drop blocks by age, model, document or size.",
         "compact": "Give unused pages back to the volume.",

@@ -1,0 +1,52 @@
+"""Text from prompts, fit to be shown: no character of it can do anything to the terminal."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def escape(text: str) -> str:
+    """Line ends, escape sequences, text direction marks and the like as backslash escapes."""
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )
+
+
+def shorten(text: str, width: int) -> str:
+    """Escaped, and cut to ``width`` characters with an ellipsis."""
+    shown = escape(text)
+    return shown if len(shown) <= width else shown[: max(width - 1, 0)] + "…"
+
+
+class Reader:
+    """Makes texts of token ids, with the tokenizer that an engine has left with a namespace, or
+    with the one that the user names. Without either, there are no texts."""
+
+    def __init__(self, tokenizer: str | None = None) -> None:
+        """Raises ``ConfigError`` for a tokenizer that cannot be read."""
+        self._loaded: dict[str, Any] = {}
+        self._given = tokenizer
+        if tokenizer is not None:
+            self._load(tokenizer)
+
+    def read(self, description: Mapping[str, Any], token_ids: Sequence[int]) -> str | None:
+        """The text of tokens of a namespace that was registered so."""
+        from kvstore.errors import ConfigError
+
+        name = self._given or description.get("tokenizer")
+        if not isinstance(name, str):
+            return None
+        try:
+            tokenizer = self._load(name)
+        except ConfigError:  # the file has gone: no texts, everything else
+            tokenizer = self._loaded[name] = None
+        if tokenizer is None:
+            return None
+        return str(tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    def _load(self, name: str) -> Any:
+        if name not in self._loaded:
+            from engine.tokenizer_file import read_tokenizer
+
+            self._loaded[name] = read_tokenizer(Path(name).expanduser())
+        return self._loaded[name]
