@@ -161,6 +161,11 @@ class AsyncLLM:
         self._llm._core.abort_nowait([request_id])
         await self._call(lambda: None)  # behind it
 
+    async def abort_all(self) -> None:
+        """End every request where it is."""
+        self._llm._core.abort_all_nowait()
+        await self._call(lambda: None)
+
     async def read_messages(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, up to where the model's next message begins."""
         return await self._tokenize(lambda: self._llm._reader.read_messages(messages))

@@ -102,6 +102,11 @@ class EngineCore:
             with contextlib.suppress(StoreClosedError):
                 self.post(lambda: self._abort(request_ids))
 
+    def abort_all_nowait(self) -> None:
+        """End every request where it is, without waiting for it."""
+        with contextlib.suppress(StoreClosedError):
+            self.post(lambda: self._abort(list(self._requests)))
+
     def look_again(self) -> None:
         """A reader has caught up: what was paused for it may go on. Does not wait."""
         with contextlib.suppress(StoreClosedError):

@@ -22,6 +22,7 @@ from engine.explaining import explain_prompt
 from engine.model_loader import LoadedModel, load_model
 from engine.outputs import RequestOutput
 from engine.parts import build_parts
+from engine.preflight import check_cache_place
 from engine.progress import answers_bar
 from engine.prompts import Message, Prompt, PromptReader, as_params, as_prompts
 from engine.request import Request
@@ -53,6 +54,7 @@ class LLM:
 
     def __init__(self, model: str = "demo", **settings: Any) -> None:
         self.config = EngineConfig.of(model=model, **settings)
+        check_cache_place(self.config)
         self._loaded: LoadedModel = load_model(
             self.config.model,
             dtype=self.config.dtype,

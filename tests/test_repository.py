@@ -69,6 +69,13 @@ def test_only_the_engine_knows_transformers():
             assert "transformers" not in imported(path), path
 
 
+def test_only_the_server_needs_its_extra():
+    for folder in OURS:
+        for path in modules(folder):
+            if imported(path) & {"fastapi", "pydantic", "starlette", "uvicorn"}:
+                assert path.parent == ROOT / "engine" / "server", path
+
+
 @pytest.mark.parametrize("banned", ["torch", "triton", "transformers", "engine", "kernels"])
 @pytest.mark.parametrize("package", ["kvstore", "kvstore.disk", "kvstore.disk.offline"])
 def test_the_store_imports_without(package, banned):

@@ -7,20 +7,19 @@ from typing import Any
 
 import click
 
-from engine.config import EngineConfig
 from engine.document import read_document
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
-from kvstore.config import cache_home
 from kvstore.errors import ConfigError
 from tools.command import JSON_OPTION, Command
-from tools.settings import given_values, options_for, parse_assignments
+from tools.engine_options import cache_dir_option, engine_options, engine_settings
+from tools.settings import given_values, options_for
 
 _SAMPLING_DEFAULTS: dict[str, Any] = {"temperature": 0.0, "max_tokens": 128}
 
 
 def _ask(file: str, questions: tuple[str, ...], as_json: bool, **parameters: Any) -> int:
-    settings = _engine_settings(parameters)
+    settings = engine_settings(parameters)
     sampling = SamplingParams(**_SAMPLING_DEFAULTS | given_values(parameters, SamplingParams))
     text = sys.stdin.read() if file == "-" else read_document(Path(file))
     if not text.strip():
@@ -51,18 +50,6 @@ def _ask(file: str, questions: tuple[str, ...], as_json: bool, **parameters: Any
             }
             click.echo(json.dumps(result, indent=2, ensure_ascii=False))
     return 0
-
-
-def _engine_settings(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Keywords for ``LLM``, checked before anything slow begins."""
-    given = given_values(parameters, EngineConfig)
-    settings: dict[str, Any] = {"model": "demo"} | given
-    if "disk_cache" not in given:
-        settings["disk_cache"] = cache_home() / "cache"
-    if "store_config" in given:
-        settings["store_config"] = parse_assignments(given["store_config"], "--store-config")
-    EngineConfig.of(**settings)
-    return settings
 
 
 def _as_json(question: str, output: RequestOutput) -> dict[str, Any]:
@@ -122,23 +109,11 @@ ask = Command(
         click.Option(
             ["-q", "--question", "questions"], multiple=True, required=True, help="May be repeated."
         ),
-        click.Option(
-            ["--cache-dir", "--disk-cache", "disk_cache"],
-            metavar="DIR",
-            help="Where blocks are kept.  [default: cache/ in the user's kvstore directory]",
-        ),
+        cache_dir_option(),
         JSON_OPTION,
     ],
     sections={
-        "Engine": [
-            *options_for(EngineConfig, skip={"disk_cache", "store_config"}),
-            click.Option(
-                ["--store-config"],
-                multiple=True,
-                metavar="NAME=VALUE",
-                help="A setting of the block store, such as dirty_max_age_s=0.5. May be repeated.",
-            ),
-        ],
+        "Engine": engine_options(),
         "Sampling": options_for(SamplingParams, skip={"seed"}, defaults=_SAMPLING_DEFAULTS),
     },
 )

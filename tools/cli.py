@@ -47,6 +47,7 @@ cli = Group(
     ],
     summaries={
         "ask": "Answer questions about a document.",
+        "serve": "Serve a model over HTTP with OpenAI's interface.",
         "inspect": "Show what is in a cache directory.",
         "why": "Explain why a prompt is not found in a cache.",
         "verify": "Check every block in a cache directory.",

@@ -30,16 +30,32 @@ def check_capacity(capacity_bytes: int | None) -> None:
         )
 
 
+def check_place(path: Path, *, is_read_only: bool) -> None:
+    """Whether a cache is or can be at ``path``, as far as can be said without creating anything.
+
+    Raises ``ConfigError`` with the remedy."""
+    path = path.expanduser().absolute()
+    if path.exists():
+        check_directory(path, is_read_only=is_read_only)
+    elif is_read_only:
+        raise ConfigError(f"{path}: there is no such cache; check the path")
+    else:
+        _refuse_network(path)
+        parent = next(each for each in path.parents if each.exists())
+        if not parent.is_dir():
+            raise ConfigError(f"{path}: cannot be created: a part of the path is a file")
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise ConfigError(f"{path}: cannot be created: {parent} may not be written")
+
+
 def prepare_directory(path: Path, *, is_read_only: bool) -> Path:
     """The checked directory, absolute; created with mode 0700 where it is missing.
 
     Raises ``ConfigError`` with the remedy. Read-only: nothing is created, and the owner may differ.
     """
     path = path.expanduser().absolute()
+    check_place(path, is_read_only=is_read_only)
     if not path.exists():
-        if is_read_only:
-            raise ConfigError(f"{path}: there is no such cache; check the path")
-        _refuse_network(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.mkdir(mode=0o700, exist_ok=True)

@@ -1,0 +1,144 @@
+"""What clients send: OpenAI's request bodies, with vLLM's extensions.
+
+What the engine does not have is refused, not ignored, unless its value changes nothing.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from engine.sampling_params import SamplingParams
+from engine.server.errors import ApiError
+
+# Parameters of OpenAI that the engine does not have, with the values that change nothing (None: any
+# value: it says nothing about the answer). A null never does.
+_NEUTRAL: Mapping[str, tuple[Any, ...] | None] = {
+    "best_of": (1,),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "metadata": None,
+    "modalities": (["text"],),
+    "parallel_tool_calls": None,
+    "presence_penalty": (0,),
+    "prompt_cache_key": None,
+    "response_format": ({"type": "text"},),
+    "safety_identifier": None,
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "user": None,
+}
+
+_COMPLETION_TOKENS = 16  # without max_tokens: OpenAI's default
+
+_SAMPLING = (
+    "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "stop_token_ids",
+    "ignore_eos", "seed",
+)  # fmt: skip
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool = False
+
+
+class Body(BaseModel):
+    """What both kinds of completions take. ``cache_salt``, and from ``top_k`` on, is vLLM's."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    max_tokens: int | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        kept = {}
+        for name, value in values.items():
+            if name in cls.model_fields or name not in _NEUTRAL:
+                kept[name] = value
+                continue
+            neutral = _NEUTRAL[name]
+            if value is not None and neutral is not None and value not in neutral:
+                message = f"{name}: this server does not support it; leave it out"
+                raise ApiError(400, message, param=name)
+        return kept
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> "Body":
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options: only with stream=true", param="stream_options")
+        return self
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with a chunk that has the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def _sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        named = {name: getattr(self, name) for name in _SAMPLING}
+        given = {name: value for name, value in named.items() if value is not None}
+        return SamplingParams(**given, max_tokens=max_tokens, logprobs=logprobs)
+
+
+class CompletionBody(Body):
+    """``/v1/completions``. ``prompt`` is text, token ids, or a list of either."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool | None = None
+    logprobs: int | None = None
+
+    @model_validator(mode="after")
+    def _check_echo(self) -> "CompletionBody":
+        if self.echo and self.logprobs is not None:
+            raise ApiError(400, "echo: not together with logprobs", param="echo")
+        return self
+
+    def prompts(self) -> list[str | list[int]]:
+        prompt: Any = self.prompt
+        is_one = isinstance(prompt, str) or not prompt or isinstance(prompt[0], int)
+        return [prompt] if is_one else prompt
+
+    def sampling(self) -> SamplingParams:
+        return self._sampling(
+            _COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens, self.logprobs
+        )
+
+
+class ChatBody(Body):
+    """``/v1/chat/completions``. Without a limit an answer may fill the context."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    def sampling(self) -> SamplingParams:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError(400, "top_logprobs: only with logprobs=true", param="top_logprobs")
+        most = self.max_completion_tokens
+        return self._sampling(
+            self.max_tokens if most is None else most,
+            (self.top_logprobs or 0) if self.logprobs else None,
+        )

@@ -1,0 +1,73 @@
+"""How ``kvstore serve`` ends: answers end too, and the next start finds on disk what was read."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import openai
+import pytest
+
+PROMPT = "A prompt of more than one block of tokens."
+GREEDY = {"model": "tiny", "prompt": PROMPT, "temperature": 0.0}
+
+
+@contextmanager
+def serving(model: str, cache: Path) -> Iterator[tuple[subprocess.Popen, openai.OpenAI]]:
+    """A server process that writes nothing before it ends, and a client of it."""
+    command = [
+        Path(sys.executable).with_name("kvstore"), "serve", "--model", model, "--cache-dir", cache,
+        "--port", "0", "--served-model-name", "tiny", "--grace", "0.3", "--dtype", "float32",
+        "--device-cache", "16MiB", "--load-policy", "always",
+        "--store-config", "dirty_max_age_s=1000",
+    ]  # fmt: skip
+    with subprocess.Popen(
+        [str(part) for part in command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"KVSTORE_API_KEY": "from the environment"},
+        # A shell without job control starts its background jobs with SIGINT ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:
+        try:
+            ready = re.fullmatch(r"serving tiny at (http://127\.0\.0\.1:\d+)\n", read_line(process))
+            assert ready
+            client = openai.OpenAI(
+                base_url=f"{ready[1]}/v1", api_key="from the environment", max_retries=0
+            )
+            with client:
+                yield process, client
+        finally:
+            process.kill()
+
+
+def read_line(process: subprocess.Popen) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+def test_sigterm_ends_streams_and_the_next_start_finds_what_was_read(text_model, tmp_path):
+    with serving(text_model, tmp_path / "cache") as (process, client):
+        long = {"max_tokens": 460, "extra_body": {"ignore_eos": True}}
+        stream = client.completions.create(stream=True, **GREEDY, **long)
+        next(stream)
+        process.send_signal(signal.SIGTERM)
+        ends = [chunk.choices[0].finish_reason for chunk in stream]
+        assert set(ends[:-1]) == {None}
+        assert ends[-1] in ("abort", "length")
+        with pytest.raises(openai.APIConnectionError):
+            client.models.list()
+        _, stderr = process.communicate(timeout=60)
+        assert (process.returncode, stderr) == (0, "")
+
+    with serving(text_model, tmp_path / "cache") as (process, client):
+        details = client.completions.create(**GREEDY, max_tokens=1).usage.prompt_tokens_details
+        assert details.model_extra["cached_tokens_by_tier"]["disk"] == len(PROMPT) - 1
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+        assert (process.returncode, stderr) == (130, "kvstore: interrupted\n")

@@ -1,0 +1,43 @@
+"""Options of every command that runs a model: all of ``LLM``'s settings, and where the cache is."""
+
+from typing import Any
+
+import click
+
+from engine.config import EngineConfig
+from engine.preflight import check
+from kvstore.config import cache_home
+from tools.settings import given_values, options_for, parse_assignments
+
+
+def engine_settings(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Keywords for ``LLM``, checked before anything slow begins. May fetch a model."""
+    given = given_values(parameters, EngineConfig)
+    settings: dict[str, Any] = {"model": "demo"} | given
+    if "disk_cache" not in given:
+        settings["disk_cache"] = cache_home() / "cache"
+    if "store_config" in given:
+        settings["store_config"] = parse_assignments(given["store_config"], "--store-config")
+    check(EngineConfig.of(**settings))
+    return settings
+
+
+def cache_dir_option() -> click.Option:
+    return click.Option(
+        ["--cache-dir", "--disk-cache", "disk_cache"],
+        metavar="DIR",
+        help="Where blocks are kept.  [default: cache/ in the user's kvstore directory]",
+    )
+
+
+def engine_options() -> list[click.Option]:
+    """For the section "Engine" of a command's help."""
+    return [
+        *options_for(EngineConfig, skip={"disk_cache", "store_config"}),
+        click.Option(
+            ["--store-config"],
+            multiple=True,
+            metavar="NAME=VALUE",
+            help="A setting of the block store, such as dirty_max_age_s=0.5. May be repeated.",
+        ),
+    ]
