@@ -50,7 +50,7 @@ class AsFits:
         return len(sequence.token_ids), budget
 
     def num_reusable(self, sequence: Sequence) -> int:
-        return len(sequence.token_ids) - (not sequence.prefill_only)
+        return sequence.num_reusable
 
     def num_cacheable(self, sequence: Sequence) -> int:
         return sequence.num_computed
@@ -79,7 +79,8 @@ class WholeChunks:
         return self.shapes.whole_chunks(sequence.num_prompt + chunk_tokens - 1), chunk_tokens
 
     def num_reusable(self, sequence: Sequence) -> int:
-        return self.shapes.whole_chunks(sequence.num_prompt - (not sequence.prefill_only))
+        of_prompt = sequence.num_prompt - (not sequence.prefill_only)
+        return self.shapes.whole_chunks(min(of_prompt, sequence.num_reusable))
 
     def num_cacheable(self, sequence: Sequence) -> int:
         return self.shapes.whole_chunks(min(sequence.num_computed, sequence.num_prompt))

@@ -28,6 +28,19 @@ IGNORED_ARGUMENTS: Mapping[str, tuple[Any, ...] | None] = {
     "enable_chunked_prefill": (True, None),
     "disable_log_stats": None,
     "disable_custom_all_reduce": None,
+    "distributed_executor_backend": None,
+    "compilation_config": None,
+    "max_seq_len_to_capture": None,
+    "async_scheduling": None,
+    "served_model_name": None,
+    "load_format": ("auto", "safetensors"),
+    "runner": ("auto", "generate"),
+    "tokenizer_revision": (None,),
+    "hf_overrides": (None,),
+    "logits_processors": (None,),
+    "speculative_config": (None,),
+    "kv_transfer_config": (None,),
+    "enable_sleep_mode": (False,),
 }
 
 
@@ -64,7 +77,8 @@ class EngineConfig:
     attention_backend       kernels of attention: ours in Triton, their torch twins, or a library
                             that is installed; "auto": ours, or what is measured to be faster
     deterministic           logits have the same bits, whether a prefix was cached or not; slower
-    store_config            ``kvstore.config.StoreConfig`` or a mapping of its fields
+    store_config            settings of the block store, such as dirty_max_age_s=0.5: a mapping or a
+                            ``kvstore.config.StoreConfig``
     """
 
     model: str = "demo"

@@ -287,10 +287,11 @@ class EngineCore:
                     num_prefix=start,
                     block_ids=sequence.lease.block_ids,
                     wants_logits=ends and not sequence.prefill_only,
+                    wants_all=not sequence.is_scored,
                 )
             )
         try:
-            logits = self.runner.execute(steps)
+            logits = self._score_prompts(batch, steps, self.runner.execute(steps))
             sampling = [
                 each.sequence for each, step in zip(batch, steps, strict=True) if step.wants_logits
             ]
@@ -315,6 +316,23 @@ class EngineCore:
             elif sequence.stream is not None:
                 self._put(self._requests[sequence.request_id], sequence)
         self._finish_prefilled()
+
+    def _score_prompts(
+        self,
+        batch: list[ScheduledSequence],
+        steps: list[SequenceStep],
+        logits: torch.Tensor,
+    ) -> torch.Tensor:
+        """Hand logits of prompt tokens to those that asked; returns the rows to choose from."""
+        if not any(step.wants_all for step in steps):
+            return logits
+        sampled = []
+        parts = torch.split(logits, [step.num_logits for step in steps])
+        for each, step, rows in zip(batch, steps, parts, strict=True):
+            if step.wants_all:
+                each.sequence.score_prompt(step.num_prefix, rows)
+            sampled.append(rows[-1:] if step.wants_logits else rows[:0])
+        return torch.cat(sampled)
 
     def _finish_prefilled(self) -> None:
         for sequence in list(self.scheduler.running):

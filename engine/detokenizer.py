@@ -25,6 +25,7 @@ class Detokenizer:
     tokenizer         has ``decode`` of transformers' tokenizers
     prompt_token_ids  what stands before the output; only its end is used
     stop              strings that end the text; neither they nor what follows stay in ``text``
+    include_stop      the string that ended the text stays in it
     """
 
     def __init__(
@@ -34,9 +35,11 @@ class Detokenizer:
         stop: Sequence[str] = (),
         *,
         skip_special_tokens: bool = True,
+        include_stop: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
+        self._include_stop = include_stop
         self._stop = tuple(stop)
         self._longest_stop = max(map(len, self._stop), default=0)
         # Tokens from where both decodings begin; the first num_read of them are in the text.
@@ -47,17 +50,18 @@ class Detokenizer:
         self.text = ""
         self.stop_reason: str | None = None
 
-    def append(self, token_id: int) -> str | None:
+    def append(self, token_id: int, *, may_stop: bool = True) -> str | None:
         """Add one token. Returns the stop string that this completes, or None.
 
-        After a stop string further tokens must not be added.
+        With ``may_stop`` off none is looked for that ends in what this adds. After a stop string
+        further tokens must not be added.
         """
         assert self.stop_reason is None, "the text has ended"
         self._window.append(token_id)
         decoded = self._decode(self._window)
         is_whole = len(decoded) > len(self._read_text) and not decoded.endswith(_REPLACEMENT)
         if is_whole or len(self._window) - self._num_read >= _MAX_HELD_TOKENS:
-            return self._advance(decoded)
+            return self._advance(decoded, may_stop)
         return None
 
     def finish(self) -> str | None:
@@ -88,7 +92,7 @@ class Detokenizer:
         )
         return text
 
-    def _advance(self, decoded: str) -> str | None:
+    def _advance(self, decoded: str, may_stop: bool = True) -> str | None:
         new = decoded[len(self._read_text) :]
         if not new:  # special tokens: they give the next one no context, so the old one stays
             del self._window[self._num_read :]
@@ -97,20 +101,26 @@ class Detokenizer:
         del self._window[: self._num_read]
         self._num_read = len(self._window)
         self._read_text = self._decode(self._window)
-        searched = max(0, len(self.text) - self._longest_stop + 1)
+        num_old = len(self.text)
         self.text += new
-        return self._cut(searched)
+        return self._cut(num_old) if may_stop else None
 
-    def _cut(self, start: int) -> str | None:
-        """End the text at the stop string that begins first, if there is one from ``start`` on."""
-        found = [(at, stop) for stop in self._stop if (at := self.text.find(stop, start)) >= 0]
+    def _cut(self, num_old: int) -> str | None:
+        """End the text at the first stop string that ends behind what was there before."""
+        found = [
+            (at, stop)
+            for stop in self._stop
+            if (at := self.text.find(stop, max(0, num_old - len(stop) + 1))) >= 0
+        ]
         if found:
             at, self.stop_reason = min(found, key=lambda match: match[0])
-            self.text = self.text[:at]
+            self.text = self.text[: at + (len(self.stop_reason) if self._include_stop else 0)]
         return self.stop_reason
 
     def _num_possible_stop(self) -> int:
-        """Length of the longest end of the text with which a stop string begins."""
+        """Length of the longest end of the text that may become a stop string and go."""
+        if self._include_stop:
+            return 0
         for length in range(min(self._longest_stop - 1, len(self.text)), 0, -1):
             if any(stop.startswith(self.text[-length:]) for stop in self._stop):
                 return length

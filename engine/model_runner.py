@@ -32,12 +32,18 @@ class SequenceStep:
     num_prefix    positions before them, whose K and V are in the pool
     block_ids     blocks of all its positions in order, those of the new tokens included
     wants_logits  whether the logits of its last token are needed
+    wants_all     whether those of every token are
     """
 
     token_ids: Sequence[int]
     num_prefix: int
     block_ids: Sequence[int]
     wants_logits: bool
+    wants_all: bool = False
+
+    @property
+    def num_logits(self) -> int:
+        return len(self.token_ids) if self.wants_all else int(self.wants_logits)
 
 
 # A sequence of length 0: its token is computed and thrown away, its K and V are not stored.
@@ -97,8 +103,8 @@ class ModelRunner:
     def execute(self, steps: Sequence[SequenceStep]) -> torch.Tensor:
         """Run the new tokens of all ``steps``; their K and V are in the pool afterwards.
 
-        Returns float32 logits [number of steps that want them, vocab_size] in order, an inference
-        tensor on the device. A block may be in several steps as long as only one writes to it.
+        Returns float32 logits [number that steps want, vocab_size] in order, an inference tensor
+        on the device. A block may be in several steps as long as only one writes to it.
 
         With fixed shapes a step of more than one token begins at a multiple of ``chunk_tokens``,
         has at most as many, and its block ids cover a whole chunk: what lies behind its tokens
@@ -107,12 +113,12 @@ class ModelRunner:
         if self._fixed_shapes is not None:
             with self._fixed_shapes.in_force():
                 return self._execute_apart(steps, self._fixed_shapes)
-        last, num_tokens = [], 0
+        kept: list[int] = []
+        num_tokens = 0
         for step in steps:
             num_tokens += len(step.token_ids)
-            if step.wants_logits:
-                last.append(num_tokens - 1)
-        return self._forward(steps, last)
+            kept += range(num_tokens - step.num_logits, num_tokens)
+        return self._forward(steps, kept)
 
     def score(self, steps: Sequence[SequenceStep]) -> torch.Tensor:
         """Like ``execute``, but logits of every new token [num_tokens, vocab_size]."""
@@ -163,9 +169,11 @@ class ModelRunner:
             assert step.num_prefix % shapes.chunk_tokens == 0, "a chunk begins off the grid"
             padding = (0,) * (shapes.chunk_tokens - num_tokens)
             chunk = replace(step, token_ids=(*step.token_ids, *padding))
-            rows = self._forward([chunk], [num_tokens - 1] if step.wants_logits else [])
-            if step.wants_logits:
-                logits[index] = rows[0]
+            last = [num_tokens - 1] if step.wants_logits else []
+            logits[index] = self._forward([chunk], last)
+            if step.wants_all:  # apart, or the last row would have other bits than without them
+                others = self._forward([chunk], range(num_tokens - len(last)))
+                logits[index] = torch.cat([others, logits[index]])
         # The width of the table decides how a GPU adds up the parts of a sequence.
         widest = -(-self._loaded.max_model_len // self._block_size)
         for first in range(0, len(singles), shapes.decode_rows):
@@ -173,11 +181,11 @@ class ModelRunner:
             padding_rows = [_PADDING] * (shapes.decode_rows - len(group))
             batch = [*(steps[index] for index in group), *padding_rows]
             rows = self._forward(batch, range(shapes.decode_rows), table_width=widest)
-            logits.update((index, rows[i]) for i, index in enumerate(group))
-        wanted = [logits[index] for index, step in enumerate(steps) if step.wants_logits]
+            logits.update((index, rows[i : i + 1]) for i, index in enumerate(group))
+        wanted = [logits[index] for index, step in enumerate(steps) if step.num_logits]
         if not wanted:
             return torch.empty(0, self._loaded.vocab_size, device=self._pool.device)
-        return torch.stack(wanted)
+        return torch.cat(wanted)
 
     def _forward(
         self, steps: Sequence[SequenceStep], keep: Sequence[int], table_width: int = 1

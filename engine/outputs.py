@@ -7,10 +7,14 @@ from kvstore.cost import LoadDecision
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Log-probability of one token at one position, by the model's own distribution."""
+    """Log-probability of one token at one position, by the model's own distribution.
+
+    rank   1 for the most likely token
+    """
 
     logprob: float
     decoded_token: str
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,16 @@ class CompletionOutput:
     finish_reason: str | None
     stop_reason: str | int | None
     logprobs: list[dict[int, Logprob]] | None = None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Of all its tokens together; None unless logprobs were asked for."""
+        if self.logprobs is None:
+            return None
+        return sum(
+            named[token_id].logprob
+            for token_id, named in zip(self.token_ids, self.logprobs, strict=True)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +74,11 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The answer to one prompt."""
+    """The answer to one prompt.
+
+    prompt_logprobs   None for the first token, and one mapping for each other one, as in
+                      ``CompletionOutput.logprobs``; None unless asked
+    """
 
     request_id: str
     prompt: str | None
@@ -68,6 +86,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     @property
     def num_cached_tokens(self) -> int:

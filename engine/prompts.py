@@ -8,6 +8,8 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import jinja2
+
 from engine.sampling_params import SamplingParams
 from kvstore.errors import ConfigError
 
@@ -57,12 +59,20 @@ class PromptReader:
         """Token ids of a conversation, up to where the model's next message begins."""
         tokenizer = self.need_tokenizer("chat()")
         conversation = [as_message(message) for message in messages]
-        with self._encoding:
-            return list(
-                tokenizer.apply_chat_template(
-                    conversation, add_generation_prompt=True, tokenize=True, return_dict=False
-                )
+        if not getattr(tokenizer, "chat_template", None):
+            raise ConfigError(
+                "chat() needs a chat template and the tokenizer has none: set chat_template of "
+                "get_tokenizer(), pass tokenizer= of a chat model, or write the prompt yourself"
             )
+        try:
+            with self._encoding:
+                return list(
+                    tokenizer.apply_chat_template(
+                        conversation, add_generation_prompt=True, tokenize=True, return_dict=False
+                    )
+                )
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"the model's chat template refuses the messages: {error}") from error
 
     def encode(self, text: str, *, is_template: bool = False) -> list[int]:
         """A part of a prompt, without what a tokenizer puts around a whole one.

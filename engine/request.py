@@ -38,6 +38,7 @@ class Request:
             outputs=[each.output() for each in self.sequences if not each.prefill_only],
             finished=self.is_finished,
             metrics=self.metrics(),
+            prompt_logprobs=self.sequences[0].prompt_logprobs,
         )
 
     def metrics(self, now: float = 0.0) -> RequestMetrics:

@@ -38,12 +38,19 @@ class RequestMaker:
         request_id: str | None = None,
         stream: Stream | None = None,
     ) -> Request:
-        """Raises ``ConfigError`` for a prompt that the model cannot take."""
-        self._check(token_ids, self._loaded.max_model_len - (0 if prefill_only else 1))
+        """Raises ``ConfigError`` for a prompt or parameters that the model cannot take."""
+        limit = self._loaded.max_model_len - (0 if prefill_only else 1)
+        if params.truncate_prompt_tokens is not None:
+            kept = params.truncate_prompt_tokens
+            token_ids = token_ids[-(limit if kept == -1 else kept) :]
+        self._check(token_ids, limit)
+        self._check_token_ids(params)
+        bad_words = self._bad_words(params)
         number = next(self._numbers)
         request_id = str(number) if request_id is None else request_id
         most = self._loaded.max_model_len if params.max_tokens is None else params.max_tokens
         seed = self._seed + number if params.seed is None else params.seed
+        wants_prompt = params.prompt_logprobs is not None and not prefill_only
         samples = [
             Sequence(
                 request_id=request_id,
@@ -57,6 +64,8 @@ class RequestMaker:
                 detokenizer=self._detokenizer(token_ids, params),
                 generator=None if params.is_greedy else make_generator(seed + index),
                 prefill_only=prefill_only,
+                bad_words=bad_words,
+                prompt_logprobs=[None] if index == 0 and wants_prompt else None,
                 stream=stream,
             )
             for index in range(1 if prefill_only else params.n)
@@ -77,9 +86,40 @@ class RequestMaker:
                 f"prompt token ids: expected integers in [0, {self._loaded.vocab_size})"
             )
 
+    def _check_token_ids(self, params: SamplingParams) -> None:
+        for name in ("logit_bias", "allowed_token_ids"):
+            given = getattr(params, name) or ()
+            if given and max(given) >= self._loaded.vocab_size:
+                raise ConfigError(
+                    f"{name}: expected token ids in [0, {self._loaded.vocab_size}), "
+                    f"got {max(given)}"
+                )
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Each text as it is written at a start and, if that is as many tokens, behind a space."""
+        found: list[tuple[int, ...]] = []
+        for text in params.bad_words or ():
+            self._reader.need_tokenizer("bad_words=")
+            plain, spaced = (
+                tuple(self._reader.encode(start + text.lstrip(), is_template=True))
+                for start in ("", " ")
+            )
+            found.append(plain)
+            if plain and len(spaced) == len(plain) and spaced[0] != plain[0]:
+                found.append(spaced)
+        return tuple(word for word in found if word)
+
     def _detokenizer(self, token_ids: Tokens[int], params: SamplingParams) -> Detokenizer | None:
         if self._reader.tokenizer is None:
             if params.stop_strings:
                 self._reader.need_tokenizer("stop=")
             return None
-        return Detokenizer(self._reader.tokenizer, token_ids, params.stop_strings)
+        if not params.detokenize:
+            return None
+        return Detokenizer(
+            self._reader.tokenizer,
+            token_ids,
+            params.stop_strings,
+            skip_special_tokens=params.skip_special_tokens,
+            include_stop=params.include_stop_str_in_output,
+        )

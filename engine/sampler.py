@@ -1,15 +1,21 @@
 """From logits to tokens.
 
-Order of the steps, as in vLLM: repetition penalty, temperature, min_p, top_k, top_p, draw. A draw
-takes one uniform number of the request's own generator and inverts the cumulative distribution, so
-a seed gives the same sample whatever else is in the batch and on whichever device.
+Order of the steps, as in vLLM: what requests change about the logits (``engine.logit_edits``),
+temperature, min_p, top_k, top_p, draw. A draw takes one uniform number of the request's own
+generator and inverts the cumulative distribution, so a seed gives the same sample whatever else is
+in the batch and on whichever device.
+
+Work is done for all rows at once, and what a row gets does not depend on the others. On CUDA
+everything is enqueued before the one synchronisation that fetches tokens and log-probabilities.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from engine.logit_edits import edit_logits, to_device
 from engine.sampling_params import SamplingParams
 
 # The head of a distribution that is sorted first: top_p rarely needs more, and sorting a whole
@@ -21,13 +27,19 @@ _HEAD = 1024
 class SampleRequest:
     """One row of the logits.
 
-    generator  a CPU generator of this request alone; None for a greedy one
-    token_ids  prompt and output so far; read only for a repetition penalty
+    generator      a CPU generator of this request alone; None for a greedy one
+    token_ids      prompt and output so far; read only for what depends on them
+    num_prompt     of them, the prompt
+    end_token_ids  what must not come before ``min_tokens``
+    bad_words      token ids of the texts that must not come
     """
 
     params: SamplingParams
     generator: torch.Generator | None = None
     token_ids: Sequence[int] = ()
+    num_prompt: int = 0
+    end_token_ids: Sequence[int] = ()
+    bad_words: Sequence[Sequence[int]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +47,13 @@ class SampledToken:
     """A token and, where the request asks for them, log-probabilities of the model's own logits.
 
     logprob       of the token, before penalties and temperature; None unless asked for
+    rank          of the token among all, 1 is the most likely; None unless asked for
     top_logprobs  the most likely tokens, descending; empty unless asked for
     """
 
     token_id: int
     logprob: float | None = None
+    rank: int | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
@@ -50,64 +64,50 @@ def make_generator(seed: int) -> torch.Generator:
 
 @torch.inference_mode()
 def sample(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> list[SampledToken]:
-    """One token per row of ``logits`` [num_rows, vocab_size] float32, which is not changed.
-
-    On CUDA everything is enqueued before the one synchronisation that fetches the tokens, unless
-    a request asks for log-probabilities.
-    """
+    """One token per row of ``logits`` [num_rows, vocab_size] float32, which is not changed."""
     if len(requests) != logits.shape[0]:
         raise ValueError(f"requests: expected {logits.shape[0]}, one per row, got {len(requests)}")
-    scores = _penalised(logits, requests)
+    scores = edit_logits(logits, requests)
     token_ids = scores.argmax(dim=-1)
     drawn = [row for row, request in enumerate(requests) if not request.params.is_greedy]
     if drawn:
-        chosen = _draw(scores[drawn], [requests[row] for row in drawn])
-        token_ids[drawn] = chosen
-    ids: list[int] = token_ids.tolist()
-    return [
-        SampledToken(token_id)
-        if request.params.logprobs is None
-        else _with_logprobs(logits[row], token_id, request.params.logprobs)
-        for row, (token_id, request) in enumerate(zip(ids, requests, strict=True))
-    ]
+        rows = to_device(drawn, np.int64, logits.device)
+        chosen = _draw(scores.index_select(0, rows), [requests[row] for row in drawn])
+        token_ids = token_ids.index_copy(0, rows, chosen)
+    num_top = [request.params.logprobs for request in requests]
+    if any(count is not None for count in num_top):
+        return _with_logprobs(logits, token_ids, num_top)
+    return [SampledToken(token_id) for token_id in token_ids.tolist()]
 
 
-def _penalised(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> torch.Tensor:
-    """The logits, copied only when a request has a repetition penalty."""
-    rows = [row for row, r in enumerate(requests) if r.params.repetition_penalty != 1.0]
-    if not rows:
-        return logits
-    scores = logits.clone()
-    for row in rows:
-        seen = torch.tensor(requests[row].token_ids, dtype=torch.int64, device=logits.device)
-        old = scores[row, seen]
-        penalty = requests[row].params.repetition_penalty
-        scores[row, seen] = torch.where(old > 0, old / penalty, old * penalty)
-    return scores
+@torch.inference_mode()
+def score(logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> list[SampledToken]:
+    """Log-probabilities of tokens that are known: row i of the logits is what ``token_ids[i]`` was
+    chosen from. ``num_top`` as in ``SamplingParams.prompt_logprobs``."""
+    known = to_device(list(token_ids), np.int64, logits.device)
+    return _with_logprobs(logits, known, [num_top] * len(token_ids))
 
 
 def _draw(scores: torch.Tensor, requests: Sequence[SampleRequest]) -> torch.Tensor:
     """One token id per row, int64 [num_rows]."""
-    device = scores.device
-    temperatures = [request.params.temperature for request in requests]
-    probs = (scores / torch.tensor(temperatures, device=device)[:, None]).softmax(dim=-1)
-    uniform = torch.tensor(
-        [_uniform(request) for request in requests], dtype=torch.float64, device=device
+    settings = [(r.params.temperature, r.params.min_p, _uniform(r)) for r in requests]
+    temperature, min_p, uniform = to_device(settings, np.float64, scores.device).T
+    probs = (scores / temperature[:, None].float()).softmax(dim=-1)
+    if any(request.params.min_p > 0.0 for request in requests):
+        least = probs.amax(dim=-1) * min_p.float()
+        probs = probs.masked_fill(probs < least[:, None], 0.0)
+    ranked = [i for i, r in enumerate(requests) if r.params.top_k or r.params.top_p < 1.0]
+    if not ranked:
+        return _invert(probs, uniform)
+    rows = to_device(ranked, np.int64, probs.device)
+    restricted, token_ids = _most_likely(
+        probs.index_select(0, rows), [requests[i].params for i in ranked]
     )
-    chosen = torch.empty(len(requests), dtype=torch.int64, device=device)
-    whole = []
-    for row, request in enumerate(requests):
-        params = request.params
-        if params.min_p > 0.0:
-            probs[row].masked_fill_(probs[row] < probs[row].max() * params.min_p, 0.0)
-        if params.top_k or params.top_p < 1.0:
-            kept, ids = _most_likely(probs[row], params)
-            chosen[row] = ids[_invert(kept[None], uniform[row : row + 1])[0]]
-        else:
-            whole.append(row)
-    if whole:
-        chosen[whole] = _invert(probs[whole], uniform[whole])
-    return chosen
+    chosen = _invert(restricted, uniform.take(rows))
+    of_ranked = token_ids.gather(1, chosen[:, None])[:, 0]
+    # A row that keeps all is inverted in the vocabulary's order, alone or beside others.
+    result = of_ranked if len(ranked) == len(requests) else _invert(probs, uniform)
+    return result.index_copy(0, rows, of_ranked)
 
 
 def _uniform(request: SampleRequest) -> float:
@@ -125,28 +125,78 @@ def _invert(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     total = cumulative[:, -1:]
     # The product may round up to the total, beyond the last token that has a probability.
     share = torch.minimum(uniform[:, None] * total, total.nextafter(torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, share, right=True)[:, 0]
+    found = torch.searchsorted(cumulative, share, right=True)[:, 0]
+    # Where everything was forbidden nothing is a number, and any token is as good.
+    return found.clamp(max=probs.shape[1] - 1)
 
 
-def _most_likely(probs: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """What top_k and top_p keep of one row: probabilities, descending, and their token ids."""
-    total = probs.sum()
-    if 0 < params.top_k < probs.shape[0]:
-        kept, ids = probs.topk(params.top_k)
-        total = kept.sum()
-    else:
-        kept, ids = probs.topk(min(_HEAD, probs.shape[0]))
-        # On CUDA the comparison would cost a synchronisation, and a full sort costs little.
-        if probs.is_cuda or kept.sum() < params.top_p * total:
-            kept, ids = probs.sort(descending=True)
-    if params.top_p < 1.0:
-        before = kept.cumsum(dim=-1) - kept
-        kept = kept.masked_fill(before >= params.top_p * total, 0.0)
+def _most_likely(
+    probs: torch.Tensor, params: Sequence[SamplingParams]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What top_k and top_p keep: probabilities, descending, float64, and their token ids."""
+    vocab_size = probs.shape[1]
+    limits = [min(each.top_k, vocab_size) or vocab_size for each in params]
+    settings = [(each.top_k > 0, each.top_p) for each in params]
+    is_limited, top_p = to_device(settings, np.float64, probs.device).T[:, :, None]
+    kept, token_ids = _descending(probs, limits, params)
+    limit = to_device(limits, np.int64, probs.device)[:, None]
+    ranks = torch.arange(kept.shape[1], device=probs.device)
+    kept = kept.masked_fill(ranks >= limit, 0.0)
+    cumulative = kept.cumsum(dim=-1)
+    whole = probs.sum(dim=-1, keepdim=True, dtype=torch.float64)
+    total = torch.where(is_limited > 0, cumulative[:, -1:], whole)
+    is_beyond = (cumulative - kept >= top_p * total) & (top_p < 1.0)
+    return kept.masked_fill(is_beyond, 0.0), token_ids
+
+
+def _descending(
+    probs: torch.Tensor, limits: Sequence[int], params: Sequence[SamplingParams]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As many of each row's most likely tokens as are needed, beside zeros, float64.
+
+    A GPU sorts all rows at once, which costs it little; to look whether the head of a row is enough
+    would cost it a synchronisation.
+    """
+    if probs.device.type != "cpu":
+        values, token_ids = probs.sort(dim=-1, descending=True, stable=True)
+        return values.to(torch.float64), token_ids
+    heads = []
+    for row, limit, each in zip(probs, limits, params, strict=True):
+        head = row.topk(limit if each.top_k else min(_HEAD, limit))
+        if not each.top_k and head.values.sum() < each.top_p * row.sum():
+            head = row.sort(descending=True)
+        heads.append(head)
+    width = max(len(head.values) for head in heads)
+    kept = torch.zeros(len(heads), width, dtype=torch.float64)
+    ids = torch.zeros(len(heads), width, dtype=torch.int64)
+    for place, head in enumerate(heads):
+        kept[place, : len(head.values)] = head.values
+        ids[place, : len(head.values)] = head.indices
     return kept, ids
 
 
-def _with_logprobs(logits: torch.Tensor, token_id: int, num_top: int) -> SampledToken:
-    logprobs = logits.log_softmax(dim=-1)
-    values, ids = logprobs.topk(min(num_top, logprobs.shape[0]))
-    top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
-    return SampledToken(token_id, float(logprobs[token_id]), top)
+def _with_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, num_top: Sequence[int | None]
+) -> list[SampledToken]:
+    """Tokens with what ``num_top`` asks for in each row: None, or a number, -1 for all."""
+    vocab_size = logits.shape[1]
+    counts = {
+        row: vocab_size if count == -1 else min(count, vocab_size)
+        for row, count in enumerate(num_top)
+        if count is not None
+    }
+    rows, widest = to_device(list(counts), np.int64, logits.device), max(counts.values())
+    logprobs = logits.index_select(0, rows).log_softmax(dim=-1)
+    own = logprobs.gather(1, token_ids.take(rows)[:, None])
+    rank = (logprobs > own).sum(dim=-1, keepdim=True) + 1
+    top = logprobs.topk(widest, dim=-1)
+    # All in one array, since each fetch waits for the device; a float64 holds a token id exactly.
+    table = [part.to(torch.float64) for part in (own, rank, top.values, top.indices)]
+    fetched = torch.cat([token_ids.to(torch.float64), torch.cat(table, dim=-1).flatten()]).tolist()
+    tokens = [SampledToken(int(token_id)) for token_id in fetched[: len(token_ids)]]
+    for place, (row, count) in enumerate(counts.items()):
+        start = len(token_ids) + place * (2 + 2 * widest)
+        logprob, rank_of_it, *pairs = fetched[start : start + 2 + 2 * widest]
+        named = zip(map(int, pairs[widest:][:count]), pairs[:count], strict=True)
+        tokens[row] = SampledToken(tokens[row].token_id, logprob, int(rank_of_it), tuple(named))
+    return tokens

@@ -7,7 +7,7 @@ import torch
 
 from engine.detokenizer import Detokenizer
 from engine.outputs import CompletionOutput, Logprob
-from engine.sampler import SampledToken, SampleRequest
+from engine.sampler import SampledToken, SampleRequest, score
 from engine.sampling_params import SamplingParams
 from engine.stream import Stream
 from kvstore.block import TierName
@@ -84,6 +84,9 @@ class Sequence:
     cached_tokens  of the prompt, by tier, as first matched
     load_decision  what of it was to be loaded, and why
     prefill_only   computes its tokens and samples none
+    bad_words      token ids of what its output must not contain
+    prompt_logprobs
+                   of the prompt's tokens so far, None for the first; None where nobody asked
     stream         of its request, where what it adds is put
     num_delivered  output tokens that were put there
     """
@@ -99,6 +102,8 @@ class Sequence:
     detokenizer: Detokenizer | None
     generator: torch.Generator | None
     prefill_only: bool = False
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     stream: Stream | None = None
     state: SequenceState = SequenceState.WAITING
     lookup: Lookup | None = None
@@ -124,22 +129,57 @@ class Sequence:
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt :]
 
+    @property
+    def num_reusable(self) -> int:
+        """Tokens at its front whose logits nobody wants: blocks from the cache will do."""
+        if self.is_scored:
+            return len(self.token_ids) - (not self.prefill_only)
+        assert self.prompt_logprobs is not None
+        return len(self.prompt_logprobs) - 1
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether no log-probability of its prompt is wanted any more."""
+        return self.prompt_logprobs is None or len(self.prompt_logprobs) == self.num_prompt
+
     def sample_request(self) -> SampleRequest:
-        return SampleRequest(self.params, self.generator, self.token_ids)
+        params = self.params
+        if not params.edits_logits:
+            return SampleRequest(params, self.generator, self.token_ids)
+        ending = [*(params.stop_token_ids or ()), *self.eos_token_ids]
+        return SampleRequest(
+            params, self.generator, self.token_ids, self.num_prompt, ending, self.bad_words
+        )
+
+    def score_prompt(self, start: int, logits: torch.Tensor) -> None:
+        """Take the logits [n, vocab_size] behind its tokens from position ``start`` on."""
+        if self.is_scored:
+            return
+        assert self.prompt_logprobs is not None
+        first = len(self.prompt_logprobs)  # token whose logits come next
+        assert start < first, "logits that were wanted have been skipped"
+        rows = logits[first - 1 - start : self.num_prompt - 1 - start]
+        known = self.token_ids[first : first + len(rows)]
+        if known:
+            scored = score(rows, known, self.params.prompt_logprobs or 0)
+            self.prompt_logprobs += map(self._named_logprobs, scored)
 
     def append(self, token: SampledToken) -> None:
         """Take a sampled token and decide whether it was the last.
 
-        A token that ends the answer is one of its tokens and has no part in its text."""
+        A token that ends the answer is one of its tokens, and in its text only if asked for."""
         self.token_ids.append(token.token_id)
         self.token_bytes += token.token_id.to_bytes(4, "little")
         if self.params.logprobs is not None:
             self.logprobs.append(self._named_logprobs(token))
         is_eos = token.token_id in self.eos_token_ids and not self.params.ignore_eos
         is_stop = token.token_id in (self.params.stop_token_ids or ())
+        is_end = is_eos or is_stop
         stop_string = None
-        if self.detokenizer is not None and not (is_eos or is_stop):
-            stop_string = self.detokenizer.append(token.token_id)
+        if self.detokenizer is not None and (self.params.include_stop_str_in_output or not is_end):
+            num_new = len(self.token_ids) - self.num_prompt
+            may_stop = num_new > self.params.min_tokens and not is_end
+            stop_string = self.detokenizer.append(token.token_id, may_stop=may_stop)
         if is_eos or is_stop or stop_string is not None:
             self.finish_reason = "stop"
             self.stop_reason = token.token_id if is_stop and not is_eos else stop_string
@@ -182,8 +222,10 @@ class Sequence:
         )
 
     def _named_logprobs(self, token: SampledToken) -> dict[int, Logprob]:
-        pairs = [*token.top_logprobs]
-        if token.logprob is not None:
-            pairs.append((token.token_id, token.logprob))
+        assert token.logprob is not None
+        assert token.rank is not None
         name = self.detokenizer.token_text if self.detokenizer else str
-        return {token_id: Logprob(logprob, name(token_id)) for token_id, logprob in pairs}
+        own = Logprob(token.logprob, name(token.token_id), token.rank)
+        ranked = enumerate(token.top_logprobs, start=1)
+        top = {token_id: Logprob(p, name(token_id), rank) for rank, (token_id, p) in ranked}
+        return top | {token.token_id: own}

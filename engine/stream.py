@@ -76,6 +76,7 @@ class Stream:
             outputs=_merged(parts),
             finished=is_last,
             metrics=metrics,
+            prompt_logprobs=request.sequences[0].prompt_logprobs,
         )
 
 
@@ -92,8 +93,8 @@ class OutputStream(Iterator[RequestOutput]):
     to abort what is not finished.
 
     Each ``RequestOutput`` holds only what its request got since the one before: ``outputs`` has the
-    samples that got something, each with its new text, tokens and logprobs. The last delta of a
-    request says ``finished``.
+    samples that got something, each with its new text, tokens and logprobs. Only those of the
+    prompt are in every delta. The last delta of a request says ``finished``.
 
     request_ids   in the order of the prompts
     """

@@ -7,7 +7,7 @@ import click
 from engine.config import EngineConfig
 from engine.preflight import check
 from kvstore.config import cache_home
-from tools.settings import given_values, options_for, parse_assignments
+from tools.settings import given_values, options_for
 
 
 def engine_settings(parameters: dict[str, Any]) -> dict[str, Any]:
@@ -16,8 +16,6 @@ def engine_settings(parameters: dict[str, Any]) -> dict[str, Any]:
     settings: dict[str, Any] = {"model": "demo"} | given
     if "disk_cache" not in given:
         settings["disk_cache"] = cache_home() / "cache"
-    if "store_config" in given:
-        settings["store_config"] = parse_assignments(given["store_config"], "--store-config")
     check(EngineConfig.of(**settings))
     return settings
 
@@ -33,11 +31,5 @@ def cache_dir_option() -> click.Option:
 def engine_options() -> list[click.Option]:
     """For the section "Engine" of a command's help."""
     return [
-        *options_for(EngineConfig, skip={"disk_cache", "store_config"}),
-        click.Option(
-            ["--store-config"],
-            multiple=True,
-            metavar="NAME=VALUE",
-            help="A setting of the block store, such as dirty_max_age_s=0.5. May be repeated.",
-        ),
+        *options_for(EngineConfig, skip={"disk_cache"}),
     ]

@@ -15,6 +15,8 @@ import click
 
 from kvstore.errors import ConfigError
 
+_PAIR = "NAME=VALUE"
+
 
 def options_for(
     config: type,
@@ -25,8 +27,8 @@ def options_for(
     """An option for every field of the dataclass ``config`` that is not in ``skip``.
 
     ``defaults`` are shown in place of the fields' own. Field types may be bool, int, float, str,
-    literals, sequences of int or str, and unions: those with None, and of a size's int and str.
-    Help is what the dataclass' docstring says of the field.
+    literals, sequences of int or str, mappings, and unions: those with None, and of a size's int
+    and str. Help is what the dataclass' docstring says of the field.
     """
     hints, help_texts = get_type_hints(config), _field_texts(config.__doc__ or "")
     return [
@@ -44,11 +46,15 @@ def options_for(
 def given_values(parameters: Mapping[str, Any], config: type) -> dict[str, Any]:
     """The fields of ``config`` that were given on the command line."""
     names = {field.name for field in dataclasses.fields(config)}
-    return {
+    given = {
         name: value
         for name, value in parameters.items()
         if name in names and value is not None and value != ()
     }
+    for name, hint in get_type_hints(config).items():
+        if name in given and any(get_origin(member) is Mapping for member in get_args(hint)):
+            given[name] = parse_assignments(given[name], "--" + name.replace("_", "-"))
+    return given
 
 
 def parse_assignments(assignments: Sequence[str], option: str) -> dict[str, Any]:
@@ -89,6 +95,8 @@ def _option(name: str, hint: Any, default: Any, help_text: str) -> click.Option:
     keywords: dict[str, Any] = {"default": None, "help": f"{help_text}  {shown}".strip()}
     if members == (bool,):
         return click.Option([f"{flag}/--no-{flag[2:]}"], **keywords)
+    if any(get_origin(member) is Mapping for member in members):
+        return click.Option([flag], multiple=True, **keywords | {"default": (), "metavar": _PAIR})
     sequences = [member for member in members if get_origin(member) is Sequence]
     if sequences:
         (item,) = get_args(sequences[0])

@@ -6,6 +6,7 @@ Their weights are spread widely enough that the output depends on all of the inp
 
 import torch
 import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from engine.attention import PAGED
 from engine.model_loader import LoadedModel, prepare_model
@@ -163,6 +164,19 @@ def make_network(
     config = getattr(transformers, config_class)(**settings | changes)
     return transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation="eager", dtype=dtype
+    )
+
+
+def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """One token a character of ASCII, and "te", as many as a tiny model has; no chat template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pieces = ["<pad>", "<s>", "</s>", *alphabet[: VOCAB - 4], "te"]
+    vocabulary = {piece: token_id for token_id, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [("t", "e")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
     )
 
 

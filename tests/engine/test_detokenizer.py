@@ -1,8 +1,12 @@
 import pytest
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from engine.detokenizer import Detokenizer
+from engine.model_source import resolve_model
 
 TEXTS = [
     "Hello world",
@@ -41,6 +45,9 @@ def byte_fallback() -> PreTrainedTokenizerFast:
         ]
     )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+
+
+BYTE_FALLBACK = byte_fallback()
 
 
 def bytes_as_tokens(tokenizer, text: str) -> list[int]:
@@ -160,3 +167,50 @@ def test_a_stop_string_is_not_looked_for_in_the_prompt():
     )
     assert detokenizer.text == "d text"
     assert detokenizer.stop_reason is None
+
+
+@pytest.fixture(scope="module")
+def demo_tokenizer():
+    return transformers.AutoTokenizer.from_pretrained(resolve_model("demo").path)
+
+
+# Every kind of character, and often those that take several tokens or combine with others.
+CHARACTERS = st.characters(exclude_categories=["Cs"])
+ANY_TEXT = st.text(st.one_of(CHARACTERS, st.sampled_from("aé 日👩‍🇩\u0301\ufffd\n")), max_size=25)
+
+
+def streamed(tokenizer, prompt: str, token_ids: list[int], stop: list[str]) -> str:
+    """The text; that the deltas are its pieces, none of which is taken back, is checked on the way.
+    The prompt's last tokens are what it is decoded behind."""
+    ids = tokenizer.encode(prompt)
+    detokenizer, deltas = stream(tokenizer, token_ids, prompt_token_ids=ids, stop=stop)
+    assert "".join(deltas) == detokenizer.text
+    return detokenizer.text
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=ANY_TEXT, prompt=st.sampled_from(["", "Once", "Q: é", "日"]), data=st.data())
+def test_any_text_comes_out_of_the_demo_tokenizer_whole(demo_tokenizer, text, prompt, data):
+    token_ids = demo_tokenizer.encode(text)
+    text = demo_tokenizer.decode(token_ids)  # the vocabulary lacks a few bytes of rare planes
+    assert streamed(demo_tokenizer, prompt, token_ids, []) == text
+    if text:
+        start = data.draw(st.integers(0, len(text) - 1))
+        stop = text[start : start + data.draw(st.integers(1, 6))]
+        assert streamed(demo_tokenizer, prompt, token_ids, [stop]) == text[: text.index(stop)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(words=st.lists(st.one_of(st.sampled_from(["▁Hello", "▁world", "b"]), ANY_TEXT), max_size=12))
+def test_any_text_comes_out_of_byte_fallback_whole(words):
+    tokenizer = BYTE_FALLBACK
+    token_ids, expected = [], ""
+    for word in words:
+        is_piece = word in ("▁Hello", "▁world", "b")
+        token_ids += (
+            tokenizer.convert_tokens_to_ids([word])
+            if is_piece
+            else bytes_as_tokens(tokenizer, word)
+        )
+        expected += word.replace("▁", " ") if is_piece else word
+    assert streamed(tokenizer, "b", token_ids, []) == expected

@@ -10,7 +10,7 @@ from engine import LLM, SamplingParams
 from engine.identity import model_identity, read_checkpoint
 from engine.model_source import resolve_model
 
-EVERY_LOGPROB = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=97)
+EVERY_LOGPROB = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=-1)
 # What transformers takes for granted instead of reading it.
 NOT_READ = {"GPT-2": {"n_positions": 1024}, "Qwen3": {"head_dim": 128}}
 # Matrices of GPT-2 lie the other way round in a file.

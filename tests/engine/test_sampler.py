@@ -1,9 +1,10 @@
+import contextlib
 from collections import Counter
 
 import pytest
 import torch
 
-from engine.sampler import SampleRequest, make_generator, sample
+from engine.sampler import SampleRequest, make_generator, sample, score
 from engine.sampling_params import SamplingParams
 
 VOCAB = 50
@@ -167,3 +168,63 @@ def test_a_request_that_draws_needs_a_generator():
 def test_every_row_needs_a_request():
     with pytest.raises(ValueError, match="expected 2, one per row, got 1"):
         sample(logits(2), [SampleRequest(SamplingParams(temperature=0))])
+
+
+def test_minus_one_logprobs_reports_every_token_with_its_rank():
+    rows = logits(2, seed=8)
+    everything = SamplingParams(seed=3, logprobs=-1)
+    beside = SamplingParams(temperature=0, logprobs=1)
+    first, second = sample(
+        rows, [SampleRequest(everything, make_generator(3)), SampleRequest(beside)]
+    )
+    ranked = rows.argsort(-1, descending=True).tolist()
+    assert [token for token, _ in first.top_logprobs] == ranked[0]
+    assert ranked[0][first.rank - 1] == first.token_id
+    assert (second.rank, [token for token, _ in second.top_logprobs]) == (1, ranked[1][:1])
+
+
+def test_known_tokens_are_scored_as_if_they_had_been_chosen():
+    rows = logits(3, seed=9)
+    expected = rows.log_softmax(-1)
+    for row, (token, scored) in enumerate(zip([4, 0, 49], score(rows, [4, 0, 49], 2), strict=True)):
+        assert scored.token_id == token
+        assert scored.logprob == pytest.approx(float(expected[row, token]))
+        assert scored.rank == 1 + int((expected[row] > expected[row, token]).sum())
+        assert [t for t, _ in scored.top_logprobs] == expected[row].topk(2).indices.tolist()
+
+
+def test_a_row_where_everything_is_forbidden_ends_nothing():
+    """Not a number has no place in a distribution; the index beyond the end failed the step."""
+    row = torch.full((1, VOCAB), -torch.inf)
+    token = sample(row, [SampleRequest(SamplingParams(), make_generator(1))])[0]
+    assert 0 <= token.token_id < VOCAB
+
+
+@pytest.mark.parametrize("logprobs", [None, 3])
+def test_nothing_is_read_before_all_is_enqueued(logprobs, monkeypatch):
+    """One synchronisation a step: on tensors that have no values everything runs up to the fetch of
+    the tokens."""
+    requests = [
+        SampleRequest(SamplingParams(temperature=0, logprobs=logprobs)),
+        SampleRequest(SamplingParams(top_p=0.5, min_p=0.1), make_generator(1)),
+        SampleRequest(SamplingParams(top_k=3), make_generator(2)),
+        SampleRequest(SamplingParams(), make_generator(3)),
+        SampleRequest(
+            SamplingParams(
+                temperature=0,
+                repetition_penalty=2.0,
+                frequency_penalty=1.0,
+                logit_bias={1: 2.0},
+                allowed_token_ids=[1, 2, 3],
+                min_tokens=5,
+            ),
+            token_ids=[1, 2],
+            num_prompt=1,
+            end_token_ids=[2],
+        ),
+    ]
+    fetched = []
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: fetched.append(self.shape) or [])
+    with contextlib.suppress(ValueError):  # nothing came
+        sample(torch.empty(len(requests), VOCAB, device="meta"), requests)
+    assert len(fetched) == 1

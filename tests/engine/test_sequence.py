@@ -24,7 +24,12 @@ def sequence(max_tokens: int = 10, eos: int = 25, **params) -> Sequence:
         num_prompt=2,
         max_len=2 + max_tokens,
         eos_token_ids=frozenset({eos}),
-        detokenizer=Detokenizer(Letters(), [0, 1], sampling.stop_strings),
+        detokenizer=Detokenizer(
+            Letters(),
+            [0, 1],
+            sampling.stop_strings,
+            include_stop=sampling.include_stop_str_in_output,
+        ),
         generator=None,
     )
 
@@ -52,6 +57,19 @@ def test_a_stop_token_is_named_and_the_end_token_is_not():
 def test_an_ignored_end_token_is_text():
     one = appended(sequence(eos=4, ignore_eos=True, max_tokens=3), 2, 4, 3)
     assert (one.output().text, one.finish_reason) == ("ced", "length")
+
+
+@pytest.mark.parametrize("ending", [{"eos": 4}, {"stop_token_ids": [4]}, {"stop": ["e"]}])
+def test_what_ended_the_answer_is_in_its_text_if_asked_for(ending):
+    output = appended(sequence(**ending, include_stop_str_in_output=True), 2, 3, 4).output()
+    assert (output.text, output.finish_reason) == ("cde", "stop")
+
+
+def test_a_stop_string_counts_once_it_ends_behind_the_least_number_of_tokens():
+    one = appended(sequence(stop=["de", "c"], min_tokens=3), 2, 3, 4, 2)
+    assert (one.output().text, one.stop_reason) == ("cde", "c")
+    across = appended(sequence(stop=["de"], min_tokens=2), 2, 3, 4)
+    assert (across.output().text, across.stop_reason) == ("c", "de")
 
 
 def test_a_stop_string_ends_the_answer_and_its_text():
