@@ -7,6 +7,7 @@
     │   └── OutOfBlocksError   the device pool has too few blocks that may be evicted
     ├── BlockMissingError      a block promised to be there is not (a plain miss is a result)
     ├── CorruptBlockError      checksum or format; the caller sees a miss, the block is written anew
+    ├── TraceError             a trace of requests cannot be read; the message says where and why
     ├── StoreClosedError       you closed it (or forked: a child does not inherit the store)
     └── TierBrokenError        the world broke it (disk gone, newer schema); the cause is attached
                                and the other tiers go on
@@ -62,6 +63,10 @@ class CorruptBlockError(KVStoreError):
     def __init__(self, message: str, *, reason: str) -> None:
         super().__init__(message)
         self.reason = reason
+
+
+class TraceError(KVStoreError):
+    """A trace of requests is not what its format asks for."""
 
 
 class StoreClosedError(KVStoreError):

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgpack
 
@@ -17,6 +17,7 @@ _KINDS: Mapping[str, type[Event]] = {
 }
 _HEAD = msgpack.packb("type")
 _MOST_BYTES = 1 << 30  # of one event
+_READ_BYTES = 1 << 20
 
 
 class EventFile:
@@ -67,7 +68,13 @@ def read_events(path: str | os.PathLike[str]) -> Iterator[Event]:
     Passes over kinds and fields that this version does not know. Raises ``ConfigError`` for a file
     that holds something else.
     """
-    for values, _ in _maps(Path(path)):
+    with Path(path).open("rb") as file:
+        yield from unpack_events(file, str(path))
+
+
+def unpack_events(file: BinaryIO, name: str) -> Iterator[Event]:
+    """The same of an open file or pipe at its start; ``name`` is what errors call it."""
+    for values, _ in _maps(file, name):
         kind = _KINDS.get(values.pop("type"))
         if kind is not None:
             known = {each.name for each in fields(kind)}
@@ -80,22 +87,24 @@ def _as_map(event: Event) -> dict[str, Any]:
 
 
 def _end_of_events(path: Path) -> int:
-    return max((end for _, end in _maps(path)), default=0)
-
-
-def _maps(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """Each whole map of a file, and where it ends."""
     with path.open("rb") as file:
-        head = file.read(1 + len(_HEAD))[1:]  # the first byte counts the map's entries
-        if head != _HEAD[: len(head)]:
-            raise ConfigError(f"{path} is not a file of events; name another file")
-        file.seek(0)
-        unpacker = msgpack.Unpacker(file, max_buffer_size=_MOST_BYTES)
-        while True:
-            try:
-                value = unpacker.unpack()
-            except (ValueError, msgpack.UnpackException):  # the end, or not written whole
-                return
-            if not isinstance(value, dict) or "type" not in value:
-                return
-            yield value, unpacker.tell()
+        return max((end for _, end in _maps(file, str(path))), default=0)
+
+
+def _maps(file: BinaryIO, name: str) -> Iterator[tuple[dict[str, Any], int]]:
+    """Each whole map of a file, and where it ends."""
+    start = file.read(1 + len(_HEAD))
+    head = start[1:]  # the first byte counts the map's entries
+    if head != _HEAD[: len(head)]:
+        raise ConfigError(f"{name} is not a file of events; name another file")
+    unpacker = msgpack.Unpacker(max_buffer_size=_MOST_BYTES)
+    while start:
+        unpacker.feed(start)
+        try:
+            for value in unpacker:
+                if not isinstance(value, dict) or "type" not in value:
+                    return
+                yield value, unpacker.tell()
+        except (ValueError, msgpack.UnpackException):  # no msgpack: the rest of a broken write
+            return
+        start = file.read(_READ_BYTES)

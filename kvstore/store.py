@@ -63,6 +63,7 @@ class BlockStore:
     disk_off      why there is no disk tier although one was asked for
     cost          decides what is loaded and what is computed; by default by ``config.load_policy``
     on_event      called from the transfer thread when ``poll()`` has something to do
+    transfer_loop what moves the blocks; a simulation puts one here that moves none
 
     ``events`` is where to subscribe to what happens to blocks; ``poll()`` hands it over.
     """
@@ -81,6 +82,7 @@ class BlockStore:
         cost: CostModel | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_event: Callable[[], None] | None = None,
+        transfer_loop: Callable[..., TransferLoop] = TransferLoop,
     ) -> None:
         self.layout = layout
         self.namespace = namespace
@@ -112,7 +114,7 @@ class BlockStore:
         if disk is not None and not isinstance(device, HostPool):
             blocks = max(2, self.config.staging_bytes // layout.block_bytes)
             staging = HostPool(blocks, layout.block_bytes)
-        self._transfer = TransferLoop(
+        self._transfer = transfer_loop(
             device,
             copier,
             host=self.host.rows if self.host else None,

@@ -77,7 +77,9 @@ def test_only_the_server_needs_its_extra():
 
 
 @pytest.mark.parametrize("banned", ["torch", "triton", "transformers", "engine", "kernels"])
-@pytest.mark.parametrize("package", ["kvstore", "kvstore.disk", "kvstore.disk.offline"])
+@pytest.mark.parametrize(
+    "package", ["kvstore", "kvstore.disk", "kvstore.disk.offline", "kvstore.planning"]
+)
 def test_the_store_imports_without(package, banned):
     code = f"import sys; sys.modules[{banned!r}] = None; import {package}"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -55,6 +55,7 @@ cli = Group(
         "compact": "Give unused pages back to the volume.",
         "export": "Write blocks to a file or a pipe.",
         "import": "Put the blocks of an export into a cache.",
+        "plan": "Tell what caches of many sizes would save of a trace.",
         "bench": "Run a benchmark of this checkout.",
     },
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -1,0 +1,287 @@
+"""``kvstore plan TRACE``: what caches of many sizes would save of a trace of requests."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import chain, product
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvstore.block import TierName
+from kvstore.config import parse_size
+from kvstore.planning import (
+    FORMATS,
+    MODELS,
+    PROCESSORS,
+    BlockSampler,
+    CacheSetup,
+    HardwareProfile,
+    RequestBatch,
+    make_plan,
+    profile_of,
+    read_model_shape,
+    read_trace,
+)
+from tools.command import JSON_OPTION, Command
+from tools.plan_picture import check_picture, draw
+from tools.plan_report import PlanReport
+
+_SAMPLE_BLOCKS = 1 << 23  # distinct blocks kept at once, by default: about half a gigabyte
+_ON_TERMINAL_S, _ELSEWHERE_S = 0.5, 30.0  # between two words of progress
+
+
+def _plan(
+    trace: str,
+    as_json: bool,
+    as_csv: bool,
+    plot: str | None,
+    capacity_blocks: str | None,
+    policy: str,
+    sample: float | None,
+    sample_blocks: int,
+    tier: str,
+    trace_format: str | None,
+    tokenizer: str | None,
+    block_size: int | None,
+    **settings: Any,
+) -> int:
+    if as_json and as_csv:
+        raise click.UsageError("--json and --csv: print one or the other")
+    if plot:
+        check_picture(Path(plot))
+    capacities = None if capacity_blocks is None else _numbers(capacity_blocks)
+    encode = None if tokenizer is None else _encoder(tokenizer)
+    batches = read_trace(trace, format=trace_format, block_tokens=block_size, encode=encode)
+    first, batches = _peek(batches)
+    hardware = _hardware(settings)
+    block_bytes = (first.block_tokens if first else 1) * hardware.bytes_per_token
+    sampler = BlockSampler(sample) if sample else BlockSampler(most_blocks=sample_blocks or None)
+    progress = _Progress()
+    plan = make_plan(
+        batches,
+        capacities=capacities,
+        policies=list(dict.fromkeys(_words(policy))),
+        setups=list(_setups(settings, _words(policy), block_bytes)),
+        hardware=hardware,
+        tier=TierName(tier),
+        sampler=sampler,
+        progress=progress,
+    )
+    progress.end()
+    report = PlanReport(plan, hardware, TierName(tier))
+    if plot:
+        name = "standard input" if trace == "-" else Path(trace).name
+        draw(plan, hardware, Path(plot), f"{name}\n{report.recommendation()}")
+    if as_json:
+        click.echo(json.dumps(report.as_json(), indent=2))
+    else:
+        click.echo(report.as_csv() if as_csv else report.as_text())
+    return 0
+
+
+def _peek(
+    batches: Iterator[RequestBatch],
+) -> tuple[RequestBatch | None, Iterable[RequestBatch]]:
+    first = next(batches, None)
+    return first, batches if first is None else chain([first], batches)
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(word.replace("_", "")) for word in _words(text)]
+    except ValueError:
+        raise click.UsageError(
+            f"--capacity-blocks: expected numbers with commas between them, got {text!r}"
+        ) from None
+
+
+def _hardware(settings: dict[str, Any]) -> HardwareProfile:
+    model = settings["model"]
+    if settings["measure"]:
+        from tools.plan_measure import measure
+
+        profile = measure(model or "demo")
+    else:
+        name = model or "llama-3.1-8b"
+        shape = MODELS[name] if name in MODELS else read_model_shape(name)
+        profile = profile_of(PROCESSORS[settings["hardware"]], shape)
+    if settings["model_bytes_per_token"] is not None:
+        profile = replace(profile, bytes_per_token=settings["model_bytes_per_token"])
+    return profile
+
+
+def _setups(
+    settings: dict[str, Any], policies: list[str], block_bytes: int
+) -> Iterator[CacheSetup]:
+    """Every combination of the sizes, policies and write policies that were given."""
+    if not any(settings[tier] for tier in ("device", "host", "disk")):
+        return
+    sizes = []
+    for tier in ("device", "host", "disk"):
+        asked = [(parse_size(word, tier), word) for word in _words(settings[tier] or "0")]
+        for num_bytes, word in asked:
+            if 0 < num_bytes < block_bytes or (tier == "device" and not num_bytes):
+                raise click.UsageError(
+                    f"--{tier} {word}: smaller than a block, which has {block_bytes:,} bytes"
+                )
+        sizes.append([num_bytes // block_bytes for num_bytes, _ in asked])
+    for policy in dict.fromkeys(policies):
+        for write_policy in _words(settings["write_policy"]):
+            for device, host, disk in product(*sizes):
+                yield CacheSetup(device, host, disk, policy, write_policy)
+
+
+def _encoder(name: str) -> Callable[[str], list[int]]:
+    """A tokenizer.json, or a directory that has one."""
+    from tokenizers import Tokenizer
+
+    path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
+    if not path.exists():
+        raise click.UsageError(f"--tokenizer: {path} does not exist; name a tokenizer.json")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise click.UsageError(f"--tokenizer: {path}: {error}") from error
+    return lambda text: tokenizer.encode(text).ids
+
+
+class _Progress:
+    """A line that is written over, on a terminal; elsewhere a line now and then."""
+
+    def __init__(self) -> None:
+        self._is_terminal = sys.stderr.isatty()
+        self._pause_s = _ON_TERMINAL_S if self._is_terminal else _ELSEWHERE_S
+        self._due = time.monotonic() + self._pause_s
+        self._width = 0
+
+    def __call__(self, text: str) -> None:
+        if time.monotonic() < self._due:
+            return
+        self._due = time.monotonic() + self._pause_s
+        if self._is_terminal:
+            print(f"\r{text:{self._width}}", end="", file=sys.stderr, flush=True)
+            self._width = len(text)
+        else:
+            print(f"kvstore: {text}", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if self._width:
+            print(f"\r{'':{self._width}}\r", end="", file=sys.stderr, flush=True)
+
+
+plan = Command(
+    name="plan",
+    callback=_plan,
+    help="Tell what KV caches of many sizes would save of the requests in TRACE (- for stdin): a "
+    "Mooncake trace, an event file of a store, or JSON lines of token ids or of texts, gzipped or "
+    "not. The LRU curve takes one pass; other policies, and splits over tiers, are simulated with "
+    "the store's own code. Needs no GPU and no model.",
+    examples=(
+        "kvstore plan trace.jsonl",
+        "kvstore plan trace.jsonl --policy lru,s3-fifo --plot curves.svg",
+        "kvstore plan trace.jsonl --device 40GiB --host 0,256GiB --disk 1TiB,4TiB --json",
+    ),
+    params=[
+        click.Argument(["trace"], metavar="TRACE"),
+        click.Option(
+            ["--capacity-blocks"],
+            metavar="N[,N…]",
+            help="Sizes of the curve's caches.  [default: powers of two up to the trace's blocks]",
+        ),
+        click.Option(
+            ["--policy"],
+            default="lru",
+            show_default=True,
+            metavar="P[,P…]",
+            help="Victim policies: lru, slru, s3-fifo.",
+        ),
+        JSON_OPTION,
+        click.Option(["--csv", "as_csv"], is_flag=True, help="Print CSV."),
+        click.Option(["--plot"], metavar="FILE", help="Draw the curves: .png or .svg."),
+    ],
+    sections={
+        "Trace": [
+            click.Option(
+                ["--format", "trace_format"],
+                type=click.Choice(FORMATS),
+                help="[default: found out]",
+            ),
+            click.Option(
+                ["--block-size"],
+                type=click.IntRange(min=1),
+                metavar="TOKENS",
+                help="Tokens of a block.  [default: 512 for mooncake, 16 for tokens and text]",
+            ),
+            click.Option(
+                ["--tokenizer"], metavar="FILE", help="A tokenizer.json, for a trace of texts."
+            ),
+            click.Option(
+                ["--sample"],
+                type=click.FloatRange(0, 1, min_open=True),
+                metavar="SHARE",
+                help="Look at this share of the blocks, and print the error that this brings.",
+            ),
+            click.Option(
+                ["--sample-blocks"],
+                type=click.IntRange(min=0),
+                default=_SAMPLE_BLOCKS,
+                show_default=True,
+                metavar="N",
+                help="Halve that share whenever more distinct blocks are kept; 0 for never.",
+            ),
+        ],
+        "Tiers": [
+            click.Option(["--device"], metavar="SIZE[,…]", help="Simulate a split: GPU memory,"),
+            click.Option(["--host"], metavar="SIZE[,…]", help="host memory,"),
+            click.Option(["--disk"], metavar="SIZE[,…]", help="and disk, such as 500GiB,2TiB."),
+            click.Option(
+                ["--write-policy"],
+                default="write_behind",
+                show_default=True,
+                metavar="P[,P…]",
+                help="write_behind, write_through, write_back, min_hits.",
+            ),
+        ],
+        "Hardware": [
+            click.Option(
+                ["--hardware"],
+                type=click.Choice(list(PROCESSORS)),
+                default="h100",
+                show_default=True,
+                help="Whose speeds the times to the first token are estimated with.",
+            ),
+            click.Option(
+                ["--model"],
+                metavar="MODEL",
+                help=f"{', '.join(MODELS)} or a transformers directory.  [default: llama-3.1-8b]",
+            ),
+            click.Option(
+                ["--model-bytes-per-token"],
+                type=click.IntRange(min=1),
+                metavar="BYTES",
+                help="K and V of a token, whatever the model says.",
+            ),
+            click.Option(
+                ["--measure"],
+                is_flag=True,
+                help="Measure this machine instead, with MODEL run for some seconds.  "
+                "[default model: demo]",
+            ),
+            click.Option(
+                ["--tier"],
+                type=click.Choice(["device", "host", "disk"]),
+                default="host",
+                show_default=True,
+                help="Where the curve's caches are.",
+            ),
+        ],
+    },
+)
