@@ -27,8 +27,10 @@ from kvstore.planning import (
     read_trace,
 )
 from tools.command import JSON_OPTION, Command
+from tools.parameters import File
 from tools.plan_picture import check_picture, draw
 from tools.plan_report import PlanReport
+from tools.terminal import can_draw, say
 
 _SAMPLE_BLOCKS = 1 << 23  # distinct blocks kept at once, by default: about half a gigabyte
 _ON_TERMINAL_S, _ELSEWHERE_S = 0.5, 30.0  # between two words of progress
@@ -157,7 +159,7 @@ class _Progress:
     """A line that is written over, on a terminal; elsewhere a line now and then."""
 
     def __init__(self) -> None:
-        self._is_terminal = sys.stderr.isatty()
+        self._is_terminal = can_draw()
         self._pause_s = _ON_TERMINAL_S if self._is_terminal else _ELSEWHERE_S
         self._due = time.monotonic() + self._pause_s
         self._width = 0
@@ -170,7 +172,7 @@ class _Progress:
             print(f"\r{text:{self._width}}", end="", file=sys.stderr, flush=True)
             self._width = len(text)
         else:
-            print(f"kvstore: {text}", file=sys.stderr, flush=True)
+            say(text)
 
     def end(self) -> None:
         if self._width:
@@ -190,7 +192,7 @@ plan = Command(
         "kvstore plan trace.jsonl --device 40GiB --host 0,256GiB --disk 1TiB,4TiB --json",
     ),
     params=[
-        click.Argument(["trace"], metavar="TRACE"),
+        click.Argument(["trace"], metavar="TRACE", type=File()),
         click.Option(
             ["--capacity-blocks"],
             metavar="N[,N…]",
@@ -205,7 +207,9 @@ plan = Command(
         ),
         JSON_OPTION,
         click.Option(["--csv", "as_csv"], is_flag=True, help="Print CSV."),
-        click.Option(["--plot"], metavar="FILE", help="Draw the curves: .png or .svg."),
+        click.Option(
+            ["--plot"], type=File(), metavar="FILE", help="Draw the curves: .png or .svg."
+        ),
     ],
     sections={
         "Trace": [

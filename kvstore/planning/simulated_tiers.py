@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from kvstore.block import BlockRef, BlockWrite, PutOutcome
+from kvstore.block import BlockRef, BlockWrite, PutOutcome, Removal
 from kvstore.config import DiskConfig
 from kvstore.disk import DiskEntry, DiskStats
 from kvstore.errors import KVStoreError
@@ -133,8 +133,14 @@ class SimulatedDisk:
             if key in self._order:
                 self._renew(key, self._take_orders(1))
 
-    async def clear(self, seed: bytes) -> int:
+    async def clear(self, seed: bytes) -> Removal:
         raise NotImplementedError("a simulation never clears its disk")
+
+    async def pin(self, keys: Sequence[bytes], ttl_s: float | None) -> list[bytes]:
+        raise NotImplementedError("a simulation pins nothing")
+
+    async def unpin(self, key: bytes) -> bool:
+        raise NotImplementedError("a simulation pins nothing")
 
     def watch_removals(self, watcher: Callable[[Sequence[RemovedBlock]], None]) -> None:
         """Nobody listens to a simulation."""
