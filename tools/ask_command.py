@@ -7,18 +7,28 @@ from typing import Any
 
 import click
 
+from engine.config import EngineConfig
 from engine.document import read_document
-from engine.outputs import RequestOutput
+from engine.outputs import CompletionOutput, RequestOutput
 from engine.sampling_params import SamplingParams
 from kvstore.errors import ConfigError
 from tools.command import JSON_OPTION, Command
 from tools.engine_options import cache_dir_option, engine_options, engine_settings
-from tools.settings import given_values, options_for
+from tools.parameters import File
+from tools.settings import given_values, option_names, options_for
+from tools.terminal import say
 
 _SAMPLING_DEFAULTS: dict[str, Any] = {"temperature": 0.0, "max_tokens": 128}
 
 
 def _ask(file: str, questions: tuple[str, ...], as_json: bool, **parameters: Any) -> int:
+    with option_names(EngineConfig, SamplingParams):
+        return _answer(file, questions, as_json, parameters)
+
+
+def _answer(
+    file: str, questions: tuple[str, ...], as_json: bool, parameters: dict[str, Any]
+) -> int:
     settings = engine_settings(parameters)
     sampling = SamplingParams(**_SAMPLING_DEFAULTS | given_values(parameters, SamplingParams))
     text = sys.stdin.read() if file == "-" else read_document(Path(file))
@@ -28,13 +38,13 @@ def _ask(file: str, questions: tuple[str, ...], as_json: bool, **parameters: Any
         raise ConfigError("-q: a question is empty; write what you want to know")
 
     if sys.stderr.isatty():
-        _say(f"loading the model {settings['model']}")
+        say(f"loading the model {settings['model']}")
     from engine.llm import LLM
 
     with LLM(**settings) as llm:
         disk = llm.stats().tiers["disk"]
         if disk.state == "off" and settings.get("enable_prefix_caching", True):
-            _say(f"going on without the disk tier: {disk.reason}")
+            say(f"going on without the disk tier: {disk.reason}")
         document = llm.document(text, prefill=False)
         answers = []
         for question in questions:
@@ -65,33 +75,53 @@ def _as_json(question: str, output: RequestOutput) -> dict[str, Any]:
         "total_s": metrics.total_s,
         "finish_reason": sample.finish_reason,
     }
+    if sample.logprobs is not None:
+        answer["logprobs"] = _logprobs(sample)
     if len(output.outputs) > 1:
         answer["samples"] = [
-            {"text": each.text, "token_ids": each.token_ids, "finish_reason": each.finish_reason}
+            {
+                "text": each.text,
+                "token_ids": each.token_ids,
+                "finish_reason": each.finish_reason,
+                **({} if each.logprobs is None else {"logprobs": _logprobs(each)}),
+            }
             for each in output.outputs
         ]
     return answer
 
 
+def _logprobs(sample: CompletionOutput) -> list[dict[str, Any]]:
+    """For each token its own log-probability, and the most likely ones, best first."""
+    rows = []
+    for token_id, known in zip(sample.token_ids, sample.logprobs or (), strict=True):
+        entries = [
+            {"token_id": other, "token": each.decoded_token, "logprob": each.logprob}
+            for other, each in known.items()
+        ]
+        (own,) = (entry for entry in entries if entry["token_id"] == token_id)
+        rows.append(own | {"top": sorted(entries, key=lambda entry: -entry["logprob"])})
+    return rows
+
+
 def _print_answer(question: str, output: RequestOutput, *, is_only: bool) -> None:
     if not is_only:
         click.echo(f"> {question}")
-    for sample in output.outputs:
-        click.echo(sample.text.strip())
+    for number, sample in enumerate(output.outputs, start=1):
+        label = f"[{number}] " if len(output.outputs) > 1 else ""
+        click.echo(label + sample.text.strip())
+        for row in _logprobs(sample):
+            others = "".join(f"  {each['logprob']:.3f} {each['token']!r}" for each in row["top"])
+            click.echo(f"    {row['logprob']:.3f} {row['token']!r:16} of{others}")
     if not is_only:
         click.echo()
     sys.stdout.flush()
     metrics = output.metrics
     found = [f"{count:,} from {tier}" for tier, count in metrics.cached_tokens.items() if count]
-    _say(
+    say(
         f"{len(output.prompt_token_ids):,} prompt tokens: "
         + ", ".join([*found, f"{metrics.computed_tokens:,} computed"])
         + f"; first token after {metrics.ttft_s:.2f} s, all after {metrics.total_s:.2f} s"
     )
-
-
-def _say(message: str) -> None:
-    print(f"kvstore: {message}", file=sys.stderr, flush=True)
 
 
 ask = Command(
@@ -105,7 +135,7 @@ ask = Command(
         'kvstore ask notes.md -q "What is missing?" --model ./llama --dtype bfloat16 --json',
     ),
     params=[
-        click.Argument(["file"], metavar="FILE"),
+        click.Argument(["file"], metavar="FILE", type=File()),
         click.Option(
             ["-q", "--question", "questions"], multiple=True, required=True, help="May be repeated."
         ),
@@ -113,7 +143,15 @@ ask = Command(
         JSON_OPTION,
     ],
     sections={
-        "Engine": engine_options(),
-        "Sampling": options_for(SamplingParams, skip={"seed"}, defaults=_SAMPLING_DEFAULTS),
+        "Engine": engine_options(skip={"seed"}),
+        "Sampling": [
+            *options_for(SamplingParams, skip={"seed"}, defaults=_SAMPLING_DEFAULTS),
+            click.Option(
+                ["--seed"],
+                type=int,
+                help="Makes samples reproducible: above --temperature 0 the same seed gives the "
+                "same answer. It is LLM's seed and SamplingParams' at once.  [default: 0]",
+            ),
+        ],
     },
 )

@@ -8,6 +8,7 @@ Nothing here, nor in the modules of the commands, imports torch before a command
 everything that only looks at a directory answer at once.
 """
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -69,6 +70,8 @@ def main() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit status. Prints every error that is the user's."""
+    # What the store logs is for programs; the commands say what happened in words of their own.
+    logging.getLogger("kvstore").addHandler(logging.NullHandler())
     try:
         status = _dispatch(list(arguments))
         sys.stdout.flush()

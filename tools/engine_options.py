@@ -1,5 +1,7 @@
 """Options of every command that runs a model: all of ``LLM``'s settings, and where the cache is."""
 
+from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import click
@@ -7,6 +9,8 @@ import click
 from engine.config import EngineConfig
 from engine.preflight import check
 from kvstore.config import cache_home
+from kvstore.disk.places import check_usable
+from tools.parameters import Directory
 from tools.settings import given_values, options_for
 
 
@@ -24,12 +28,13 @@ def cache_dir_option() -> click.Option:
     return click.Option(
         ["--cache-dir", "--disk-cache", "disk_cache"],
         metavar="DIR",
+        type=Directory(),
         help="Where blocks are kept.  [default: cache/ in the user's kvstore directory]",
     )
 
 
-def engine_options() -> list[click.Option]:
-    """For the section "Engine" of a command's help."""
+def engine_options(*, skip: Collection[str] = ()) -> list[click.Option]:
+    """For the section "Engine" of a command's help; without the settings in ``skip``."""
     return [
-        *options_for(EngineConfig, skip={"disk_cache"}),
+        *options_for(EngineConfig, skip={"disk_cache", *skip}),
     ]

@@ -4,16 +4,17 @@ A field becomes an option of the same name, ``max_num_seqs`` as ``--max-num-seqs
 was not given is left out, so that the dataclass' own default counts; help shows that default.
 """
 
+import contextlib
 import dataclasses
 import json
 import re
 import types
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import click
 
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, KVStoreError
 
 _PAIR = "NAME=VALUE"
 
@@ -57,13 +58,36 @@ def given_values(parameters: Mapping[str, Any], config: type) -> dict[str, Any]:
     return given
 
 
+@contextlib.contextmanager
+def option_names(*configs: type) -> Iterator[None]:
+    """Errors that name a field of these dataclasses name the option instead."""
+    try:
+        yield
+    except KVStoreError as error:
+        error.args = (_with_options(str(error), configs), *error.args[1:])
+        raise
+
+
+def _with_options(message: str, configs: Sequence[type]) -> str:
+    names = {field.name for config in configs for field in dataclasses.fields(config)}
+    # A word such as "model" or "seed" is a setting only where the message begins with it.
+    long = "|".join(sorted((name for name in names if "_" in name), key=len, reverse=True))
+    message = re.sub(rf"(?<![\w./-])({long})(?![\w/])", lambda found: _flag(found[1]), message)
+    first, colon, rest = message.partition(":")
+    return _flag(first) + colon + rest if first in names else message
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
 def parse_assignments(assignments: Sequence[str], option: str) -> dict[str, Any]:
     """``["codec=raw", "min_hits=3"]`` as a dictionary; values are JSON or plain text."""
     values: dict[str, Any] = {}
     for assignment in assignments:
         name, separator, text = assignment.partition("=")
         if not separator or not name:
-            raise ConfigError(f"{option}: expected NAME=VALUE, got {assignment!r}")
+            raise ConfigError(f"{option}: expected NAME=VALUE, got {assignment or 'nothing'}")
         try:
             values[name] = json.loads(text)
         except json.JSONDecodeError:
@@ -86,7 +110,7 @@ def _field_texts(docstring: str) -> dict[str, str]:
 
 
 def _option(name: str, hint: Any, default: Any, help_text: str) -> click.Option:
-    flag = "--" + name.replace("_", "-")
+    flag = _flag(name)
     members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     members = tuple(member for member in members if member is not types.NoneType)
     if isinstance(default, bool):
