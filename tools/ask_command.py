@@ -91,9 +91,11 @@ def _as_json(question: str, output: RequestOutput) -> dict[str, Any]:
 
 
 def _logprobs(sample: CompletionOutput) -> list[dict[str, Any]]:
-    """For each token its own log-probability, and the most likely ones, best first."""
+    """For each token its own log-probability, and the most likely ones; none unless asked for."""
+    if sample.logprobs is None:
+        return []
     rows = []
-    for token_id, known in zip(sample.token_ids, sample.logprobs or (), strict=True):
+    for token_id, known in zip(sample.token_ids, sample.logprobs, strict=True):
         entries = [
             {"token_id": other, "token": each.decoded_token, "logprob": each.logprob}
             for other, each in known.items()
