@@ -1,7 +1,6 @@
 """Options of every command that runs a model: all of ``LLM``'s settings, and where the cache is."""
 
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 import click
@@ -9,7 +8,6 @@ import click
 from engine.config import EngineConfig
 from engine.preflight import check
 from kvstore.config import cache_home
-from kvstore.disk.places import check_usable
 from tools.parameters import Directory
 from tools.settings import given_values, options_for
 

@@ -1,14 +1,16 @@
 """``kvstore serve``: OpenAI's HTTP interface over one model and its cache."""
 
 import importlib.util
-import sys
 from typing import Any
 
 import click
 
+from engine.config import EngineConfig
 from kvstore.errors import ConfigError
 from tools.command import Command
 from tools.engine_options import cache_dir_option, engine_options, engine_settings
+from tools.settings import option_names
+from tools.terminal import say
 
 
 def _serve(
@@ -29,15 +31,16 @@ def _serve(
     listener = Listener(host, port)
     try:
         if api_key is None and not listener.is_loopback:
-            _say(
+            say(
                 f"anyone who reaches {listener.url} may use it: give an --api-key, or listen on "
                 "127.0.0.1"
             )
-        settings = engine_settings(parameters)
-        from engine.async_llm import AsyncLLM
-        from engine.server.running import serve
+        with option_names(EngineConfig):
+            settings = engine_settings(parameters)
+            from engine.async_llm import AsyncLLM
+            from engine.server.running import serve
 
-        llm = AsyncLLM(**settings)
+            llm = AsyncLLM(**settings)
     except BaseException:
         listener.close()
         raise
@@ -51,10 +54,6 @@ def _serve(
         on_ready=lambda: click.echo(f"serving {name} at {listener.url}"),
     )
     return 0
-
-
-def _say(message: str) -> None:
-    print(f"kvstore: {message}", file=sys.stderr, flush=True)
 
 
 serve = Command(

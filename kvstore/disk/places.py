@@ -68,20 +68,6 @@ def prepare_directory(path: Path, *, is_read_only: bool) -> Path:
     return path
 
 
-def check_usable(path: Path) -> None:
-    """Whether a cache may be opened or made there; creates nothing. Raises ``ConfigError``."""
-    path = path.expanduser().absolute()
-    if path.exists():
-        check_directory(path, is_read_only=False)
-        return
-    _refuse_network(path)
-    parent = next(each for each in path.parents if each.exists())
-    if not parent.is_dir():
-        raise ConfigError(f"{path}: cannot be created: {parent} is a file")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"{path}: cannot be created: {parent} may not be written")
-
-
 def check_directory(path: Path, *, is_read_only: bool) -> None:
     """An existing directory that may hold a cache. Raises ``ConfigError``."""
     if not path.is_dir():

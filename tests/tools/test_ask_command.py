@@ -86,9 +86,9 @@ def test_the_default_cache_directory_is_below_the_users(two_runs, run, home, mod
 def test_people_get_the_demo_models_answer_on_stdout_and_the_rest_on_stderr(kvstore, tmp_path):
     demo_model()  # so that fetching it says nothing below
     (tmp_path / "note.txt").write_text("The capital of France is Paris.")
-    cache_dir = ["--cache-dir", tmp_path / "cache"]
+    options = ["--cache-dir", tmp_path / "cache", "--max-tokens", "12"]
     question = "What is the capital of France?"
-    result = kvstore("ask", tmp_path / "note.txt", "-q", question, *cache_dir)
+    result = kvstore("ask", tmp_path / "note.txt", "-q", question, *options)
     assert result.returncode == 0
     assert "Paris" in result.stdout
     assert "prompt tokens" not in result.stdout
