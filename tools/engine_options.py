@@ -33,6 +33,4 @@ def cache_dir_option() -> click.Option:
 
 def engine_options(*, skip: Collection[str] = ()) -> list[click.Option]:
     """For the section "Engine" of a command's help; without the settings in ``skip``."""
-    return [
-        *options_for(EngineConfig, skip={"disk_cache", *skip}),
-    ]
+    return options_for(EngineConfig, skip={"disk_cache", *skip})
