@@ -43,6 +43,11 @@ TOYS = {
             "promotion": ("at least", 0.5),
         },
     ),
+    "plan": Toy(
+        {"runs": 3, "blocks": 200_000, "sampled_blocks": 400_000, "most_blocks": 20_000}
+        | {"only": "read,exact,sampled"},
+        {"exact": ("at least", 0.6)},
+    ),
     "disk": Toy(
         {"runs": 3, "blocks": 64, "index_blocks": 2_000},
         {"put": ("at least", 0.7), "get": ("at least", 0.5)},
