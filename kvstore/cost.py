@@ -21,7 +21,7 @@ Pure arithmetic of one thread: knows no tier, no torch and no request.
 import math
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import groupby
@@ -148,6 +148,7 @@ class _Traffic:
 class _TierCost:
     start: LoadEstimate
     means: dict[int, _LoadMean] = field(default_factory=dict)
+    estimate: LoadEstimate | None = None  # None: to be fitted anew
     traffic: _Traffic = field(default_factory=_Traffic)
     tried_at: float = -math.inf  # when a load last ended, or was decided on as a probe
 
@@ -174,6 +175,7 @@ class CostModel:
         self._clock = clock
         self._tiers = {tier: _TierCost(guess) for tier, guess in _GUESSES.items()}
         self._steps: dict[tuple[int, int], _StepMean] = {}
+        self._compute: ComputeEstimate | None = None  # as load estimates
         self._largest_step = 0.0  # tokens
         self._largest_context = 0.0  # positions before a token
 
@@ -181,7 +183,7 @@ class CostModel:
 
     def start_from(self, tier: TierName, estimate: LoadEstimate) -> None:
         """A self-measurement: what the estimate is without observations."""
-        self._tiers[tier].start = estimate
+        self._tiers[tier].start, self._tiers[tier].estimate = estimate, None
 
     def observe_load(self, tier: TierName, num_bytes: int, seconds: float) -> None:
         """A load from ``tier``, its own waiting behind other loads left out."""
@@ -189,6 +191,7 @@ class CostModel:
         seconds = max(seconds, 1e-9)
         cost.tried_at = now
         surprise = seconds / self.load_estimate(tier).seconds(num_bytes)
+        cost.estimate = None
         # Disks change: another user, a page cache that is cold or warm. What contradicts all that
         # was known outweighs it; a fast load at once, as noise only ever makes things slower.
         if surprise < 0.5:
@@ -210,7 +213,7 @@ class CostModel:
     ) -> None:
         """A prefill step (or several, timed as one): its tokens, and the sum over them of the
         positions before each."""
-        seconds = max(seconds, 1e-9)
+        seconds, self._compute = max(seconds, 1e-9), None
         per_step = num_tokens / num_steps
         self._largest_step = max(self._largest_step, per_step)
         self._largest_context = max(self._largest_context, context / num_tokens)
@@ -266,45 +269,15 @@ class CostModel:
     def load_estimate(self, tier: TierName) -> LoadEstimate:
         """Latency and bandwidth as the last loads had them."""
         cost = self._tiers[tier]
-        if not cost.means:
-            return cost.start
-        newest = max(mean.at for mean in cost.means.values())
-        means = [
-            (mean, mean.trust * math.exp((mean.at - newest) / _MEMORY_S))
-            for mean in cost.means.values()
-        ]
-        # What the loads leave open, latency or bandwidth, is as far from the self-measurement as
-        # they are on average.
-        start, weight = cost.start, sum(w for _, w in means)
-        off = sum(w * math.log(m.seconds / start.seconds(m.num_bytes)) for m, w in means)
-        factor = math.exp(off / weight)
-        latency, byte_s = factor * start.latency_s, factor / start.bytes_per_s
-        open_ends = [
-            ((1.0, 0.0), latency, _WEAK / latency**2),
-            ((0.0, 1.0), byte_s, _WEAK / byte_s**2),
-        ]
-        for _ in range(_ROUNDS):  # errors are weighed by what was predicted, which they change
-            rows = list(open_ends)
-            for mean, w in means:
-                predicted = latency + byte_s * mean.num_bytes
-                rows.append(((1.0, mean.num_bytes), mean.seconds, w / predicted / mean.seconds))
-            latency, byte_s = (max(each, 1e-15) for each in least_squares(rows))
-        return LoadEstimate(latency, 1 / byte_s)
+        if cost.estimate is None:
+            cost.estimate = _fit_load(cost) if cost.means else cost.start
+        return cost.estimate
 
     def compute_estimate(self) -> ComputeEstimate | None:
         """None until a step was observed."""
-        if not self._steps:
-            return None
-        rows: list[tuple[tuple[float, ...], float, float]] = []
-        for mean in self._steps.values():
-            features = (mean.num_steps, mean.num_tokens, mean.context)
-            row = tuple(each / mean.seconds for each in features)
-            rows.append((row, 1.0, min(mean.count, 4)))
-        # Steps of one size do not tell what belongs to the step and what to its tokens: believe the
-        # tokens, which makes computing dear rather than cheap.
-        fastest = min(mean.seconds for mean in self._steps.values())
-        rows.append(((1 / fastest, 0.0, 0.0), 0.0, _WEAK))
-        return ComputeEstimate(*least_squares(rows))
+        if self._compute is None and self._steps:
+            self._compute = _fit_compute(self._steps.values())
+        return self._compute
 
     # ---- the decision --------------------------------------------------------------------------
 
@@ -381,3 +354,41 @@ class CostModel:
         if is_due:
             cost.tried_at = now
         return is_due
+
+
+def _fit_load(cost: _TierCost) -> LoadEstimate:
+    newest = max(mean.at for mean in cost.means.values())
+    means = [
+        (mean, mean.trust * math.exp((mean.at - newest) / _MEMORY_S))
+        for mean in cost.means.values()
+    ]
+    # What the loads leave open, latency or bandwidth, is as far from the self-measurement as
+    # they are on average.
+    start, weight = cost.start, sum(w for _, w in means)
+    off = sum(w * math.log(m.seconds / start.seconds(m.num_bytes)) for m, w in means)
+    factor = math.exp(off / weight)
+    latency, byte_s = factor * start.latency_s, factor / start.bytes_per_s
+    open_ends = [
+        ((1.0, 0.0), latency, _WEAK / latency**2),
+        ((0.0, 1.0), byte_s, _WEAK / byte_s**2),
+    ]
+    for _ in range(_ROUNDS):  # errors are weighed by what was predicted, which they change
+        rows = list(open_ends)
+        for mean, w in means:
+            predicted = latency + byte_s * mean.num_bytes
+            rows.append(((1.0, mean.num_bytes), mean.seconds, w / predicted / mean.seconds))
+        latency, byte_s = (max(each, 1e-15) for each in least_squares(rows))
+    return LoadEstimate(latency, 1 / byte_s)
+
+
+def _fit_compute(steps: Collection[_StepMean]) -> ComputeEstimate:
+    rows: list[tuple[tuple[float, ...], float, float]] = []
+    for mean in steps:
+        features = (mean.num_steps, mean.num_tokens, mean.context)
+        row = tuple(each / mean.seconds for each in features)
+        rows.append((row, 1.0, min(mean.count, 4)))
+    # Steps of one size do not tell what belongs to the step and what to its tokens: believe the
+    # tokens, which makes computing dear rather than cheap.
+    fastest = min(mean.seconds for mean in steps)
+    rows.append(((1 / fastest, 0.0, 0.0), 0.0, _WEAK))
+    return ComputeEstimate(*least_squares(rows))

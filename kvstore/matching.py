@@ -6,6 +6,7 @@ Every match is confirmed by tokens.
 """
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from kvstore.block import BlockLayout, TierName
@@ -66,8 +67,7 @@ class Matcher:
         """Write down where further blocks of the prefix are now."""
         sources = lookup.sources
         sources += [TierName.DEVICE] * (len(self._resident(lookup)) - len(sources))
-        for position in range(len(sources), len(lookup.keys)):
-            source = self._source(lookup, position)
+        for source in self._sources(lookup, len(sources), len(lookup.keys)):
             if source is None:
                 break
             sources.append(source)
@@ -75,18 +75,20 @@ class Matcher:
     def walk(self, lookup: Lookup) -> list[int]:
         """Slots of the blocks that can be reused now, NONE for one that only disk holds."""
         self.note_sources(lookup)
-        index, cut, slots = self._index, self._cut(lookup), list(lookup.resident)
-        for position in range(len(slots), len(lookup.keys)):
-            key = lookup.keys[position]
-            slot = index.slots.get(key, NONE)
-            if slot != NONE and index.tokens[slot] != lookup.runs[position]:
+        index, keys, runs, cut = self._index, lookup.keys, lookup.runs, self._cut(lookup)
+        find, tokens, device, loading = index.slots.get, index.tokens, index.device, index.loading
+        slots, given_up, on_disk = list(lookup.resident), lookup.given_up, lookup.on_disk
+        for position in range(len(slots), len(keys)):
+            key = keys[position]
+            slot = find(key, NONE)
+            if slot != NONE and tokens[slot] != runs[position]:
                 break
-            may_load = position < cut and key not in lookup.given_up
-            if slot != NONE and index.device[slot] != NONE:
-                state = index.loading[slot]
+            may_load = position < cut and key not in given_up
+            if slot != NONE and device[slot] != NONE:
+                state = loading[slot]
                 if state == FAILED or (state == LOADING and not may_load):
                     break
-            elif not may_load or (slot == NONE and key not in lookup.on_disk):
+            elif not may_load or (slot == NONE and key not in on_disk):
                 break
             slots.append(slot)
         return slots[: len(slots) // self._unit * self._unit]
@@ -174,16 +176,21 @@ class Matcher:
             return None
         return PartialMatch(best, NONE, TierName.DISK, num_tokens)
 
-    def _source(self, lookup: Lookup, position: int) -> TierName | None:
-        """The fastest tier that holds a block now, as far as this lookup knows."""
-        index, key = self._index, lookup.keys[position]
-        slot = index.slots.get(key, NONE)
-        if slot != NONE and index.tokens[slot] == lookup.runs[position]:
-            if index.device[slot] != NONE and index.loading[slot] != FAILED:
-                return self._loading_from.get(slot, TierName.DEVICE)
-            if index.host[slot] != NONE:
-                return TierName.HOST
-        return TierName.DISK if key in lookup.on_disk else None
+    def _sources(self, lookup: Lookup, start: int, end: int) -> Iterator[TierName | None]:
+        """The fastest tier that holds each block now, as far as this lookup knows."""
+        index, loading_from, on_disk = self._index, self._loading_from, lookup.on_disk
+        find, tokens, device, host = index.slots.get, index.tokens, index.device, index.host
+        in_device, in_host, in_disk = TierName.DEVICE, TierName.HOST, TierName.DISK
+        for key, run in zip(lookup.keys[start:end], lookup.runs[start:end], strict=True):
+            slot = find(key, NONE)
+            if slot == NONE or tokens[slot] != run:
+                yield in_disk if key in on_disk else None
+            elif device[slot] != NONE and index.loading[slot] != FAILED:
+                yield loading_from.get(slot, in_device)
+            elif host[slot] != NONE:
+                yield in_host
+            else:
+                yield in_disk if key in on_disk else None
 
     def _cut(self, lookup: Lookup) -> int:
         """Blocks at the front that may be loaded; after them only what the device holds is used.
@@ -194,14 +201,9 @@ class Matcher:
         if lookup.decision is None or lookup.decision.num_blocks < num_blocks:
             sources, queued = lookup.sources, {}
             if sources.count(TierName.DEVICE) < num_blocks:
-                now = (self._source(lookup, position) for position in range(num_blocks))
+                now = self._sources(lookup, 0, num_blocks)
                 sources = [source or TierName.DISK for source in now]
-                slots = (self._index.slots.get(key, NONE) for key in lookup.keys[:num_blocks])
-                ours = Counter(self._loading_from.get(slot) for slot in slots)
-                queued = {
-                    tier: self._cost.queued_bytes(tier) - ours[tier] * self._layout.block_bytes
-                    for tier in (TierName.HOST, TierName.DISK)
-                }
+                queued = self._queued_bytes(lookup.keys[:num_blocks])
             lookup.decision = self._cost.choose(
                 sources,
                 block_tokens=self._layout.block_size,
@@ -211,6 +213,17 @@ class Matcher:
                 may_probe=not lookup.has_probed and self._unit == 1,
             )
         return lookup.decision.cut_blocks
+
+    def _queued_bytes(self, keys: Sequence[bytes]) -> dict[TierName, int]:
+        """By tier, bytes of the loads under way that are not of these blocks."""
+        ours: Counter[TierName | None] = Counter()
+        if self._loading_from:
+            slots = map(self._index.slots.get, keys)
+            ours.update(self._loading_from.get(NONE if slot is None else slot) for slot in slots)
+        return {
+            tier: self._cost.queued_bytes(tier) - ours[tier] * self._layout.block_bytes
+            for tier in (TierName.HOST, TierName.DISK)
+        }
 
 
 def _num_equal(tokens: bytes, wanted: bytes) -> int:

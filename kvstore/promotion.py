@@ -8,6 +8,7 @@ user.
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from kvstore.block import BlockLayout, TierName
 from kvstore.cost import CostModel
@@ -22,7 +23,22 @@ from kvstore.transfer import TransferLoop
 
 logger = logging.getLogger(__name__)
 
+# A long load goes in parts: the first moves while the blocks of the others are gone through, and
+# each but the last is applied while the next one moves.
+_PART_BYTES = 16 << 20
+
 Outcome = list[KVStoreError | None] | KVStoreError | None
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """What one lease loads from one tier; it has ended when all of its parts have."""
+
+    tier: TierName
+    num_blocks: int
+    began_at: float
+    num_parts: int = 0  # under way
+    errors: list[KVStoreError] = field(default_factory=list)
 
 
 class Promoter:
@@ -53,6 +69,7 @@ class Promoter:
         self._evictor = evictor
         self._cost = cost
         self._block_bytes = layout.block_bytes
+        self._part_blocks = max(1, _PART_BYTES // layout.block_bytes)
         self._clock = clock
         self._waiting: dict[int, list[Lease]] = {}  # by slot
         self._filling: dict[int, Lease] = {}  # by private block
@@ -70,36 +87,53 @@ class Promoter:
         ``slots`` as ``Matcher.walk`` found them; those on the device are held already.
         """
         index, lookup = self._index, lease.lookup
-        from_host: list[int] = []
-        from_disk: list[int] = []
+        known = [index.device[slot] for slot in slots if slot != NONE]
+        loads = {
+            TierName.HOST: self._begin(TierName.HOST, known.count(NONE)),
+            TierName.DISK: self._begin(TierName.DISK, len(slots) - len(known)),
+        }
+        parts: dict[TierName, list[int]] = {tier: [] for tier in loads}
         for position, slot in enumerate(slots):
+            tier = None
             if slot == NONE:
-                slot = index.add(lookup.ref(position), lookup.salt)
+                slot, tier = index.add(lookup.ref(position), lookup.salt), TierName.DISK
                 index.is_written[slot] = 1
-                from_disk.append(slot)
             elif index.device[slot] == NONE:
-                from_host.append(slot)
-            if index.device[slot] == NONE:
-                self._expect(slot, next(fresh))
+                tier = TierName.HOST
+            if tier is not None:
+                self._expect(slot, tier, next(fresh))
+                parts[tier].append(slot)
+                if len(parts[tier]) == self._part_blocks:
+                    self._move(loads[tier], parts[tier])
+                    parts[tier] = []
             if index.loading[slot] == LOADING:
                 self._waiting[slot].append(lease)
                 lease.num_loading += 1
             lease.slots.append(slot)
             lease.block_ids.append(index.device[slot])
-        if from_host:
-            self._transfer.promote(
-                [index.host[slot] for slot in from_host],
-                [index.device[slot] for slot in from_host],
-                self._begin(TierName.HOST, len(from_host), lambda o: self._end(from_host, o)),
-            )
-        if from_disk:
-            self._transfer.read(
-                [index.ref(slot) for slot in from_disk],
-                [index.device[slot] for slot in from_disk],
-                self._begin(TierName.DISK, len(from_disk), lambda o: self._end(from_disk, o)),
-            )
+        for tier, rest in parts.items():
+            if rest:
+                self._move(loads[tier], rest)
         if lease.num_loading:
             self.leases.add(lease)
+
+    def _begin(self, tier: TierName, num_blocks: int) -> _Load:
+        if num_blocks:
+            self._cost.begin_load(tier, num_blocks * self._block_bytes)
+        return _Load(tier, num_blocks, self._clock())
+
+    def _move(self, load: _Load, slots: list[int]) -> None:
+        """Submit a part of a load."""
+        index, block_ids = self._index, [self._index.device[slot] for slot in slots]
+        load.num_parts += 1
+
+        def done(outcome: Outcome) -> None:
+            self._end(slots, self._account(load, len(slots), outcome))
+
+        if load.tier is TierName.HOST:
+            self._transfer.promote([index.host[slot] for slot in slots], block_ids, done)
+        else:
+            self._transfer.read([index.ref(slot) for slot in slots], block_ids, done)
 
     def copy_partial(self, lease: Lease) -> None:
         """Copy the block of a partial match into the lease's first private block.
@@ -114,19 +148,17 @@ class Promoter:
         lease.num_loading += 1
         self._filling[block_id] = lease
         self.leases.add(lease)
+        load = self._begin(partial.tier, 1)
+        load.num_parts = 1
+
+        def done(outcome: Outcome) -> None:
+            self._end_partial(lease, block_id, self._account(load, 1, outcome))
+
         if partial.tier is TierName.HOST:
             self._index.transfers[partial.slot] += 1
-            self._transfer.promote(
-                [self._index.host[partial.slot]],
-                [block_id],
-                self._begin(partial.tier, 1, lambda o: self._end_partial(lease, block_id, o)),
-            )
+            self._transfer.promote([self._index.host[partial.slot]], [block_id], done)
         else:
-            self._transfer.read(
-                [partial.ref],
-                [block_id],
-                self._begin(partial.tier, 1, lambda o: self._end_partial(lease, block_id, o)),
-            )
+            self._transfer.read([partial.ref], [block_id], done)
 
     def give_up(self, lease: Lease) -> None:
         """The lease's request does not wait any longer: it never tries these blocks again."""
@@ -151,7 +183,7 @@ class Promoter:
         else:
             self._device.free(block_id)
 
-    def _expect(self, slot: int, block_id: int) -> None:
+    def _expect(self, slot: int, tier: TierName, block_id: int) -> None:
         index = self._index
         index.device[slot] = block_id
         index.loading[slot] = LOADING
@@ -159,30 +191,35 @@ class Promoter:
         index.refcount[slot] += 1
         index.hits[slot] += 1
         self._waiting[slot] = []
-        self.loading_from[slot] = TierName.DISK if index.host[slot] == NONE else TierName.HOST
+        self.loading_from[slot] = tier
 
-    def _begin(
-        self, tier: TierName, num_blocks: int, end: Callable[[list[KVStoreError | None]], None]
-    ) -> Callable[[Outcome], None]:
-        """Count a load as under way; the result is to be called with its outcome."""
-        num_bytes, began_at = num_blocks * self._block_bytes, self._clock()
-        self._cost.begin_load(tier, num_bytes)
-
-        def done(outcome: Outcome) -> None:
-            outcomes = outcome if isinstance(outcome, list) else [outcome] * num_blocks
-            ended_at = self._transfer.finished_at
+    def _account(self, load: _Load, num_blocks: int, outcome: Outcome) -> list[KVStoreError | None]:
+        """A part of a load has ended, with this outcome; with the last part the load is counted."""
+        outcomes = outcome if isinstance(outcome, list) else [outcome] * num_blocks
+        load.errors += [error for error in outcomes if error is not None]
+        load.num_parts -= 1
+        if load.num_parts == 0:
+            num_good, ended_at = load.num_blocks - len(load.errors), self._transfer.finished_at
             queue_s = self._cost.end_load(
-                tier, num_bytes, began_at=began_at, ended_at=ended_at, is_good=None in outcomes
+                load.tier,
+                load.num_blocks * self._block_bytes,
+                began_at=load.began_at,
+                ended_at=ended_at,
+                is_good=num_good > 0,
             )
-            self.seconds[tier].observe(ended_at - began_at)
-            self.queue_seconds[tier].observe(queue_s)
-            end(outcomes)
-
-        return done
+            self.seconds[load.tier].observe(ended_at - load.began_at)
+            self.queue_seconds[load.tier].observe(queue_s)
+            self.promoted_blocks[load.tier] += num_good
+            self.failed_loads.update(
+                getattr(error, "reason", type(error).__name__) for error in load.errors
+            )
+            if load.errors:
+                num_failed, why = len(load.errors), load.errors[0]
+                logger.warning("loads failed src=%s blocks=%d: %s", load.tier, num_failed, why)
+        return outcomes
 
     def _end(self, slots: list[int], outcomes: Sequence[KVStoreError | None]) -> None:
         index = self._index
-        self._count(self.loading_from[slots[0]], outcomes)
         for slot, error in zip(slots, outcomes, strict=True):
             index.transfers[slot] -= 1
             index.loading[slot] = VALID if error is None else FAILED
@@ -205,7 +242,6 @@ class Promoter:
         del self._filling[block_id]
         if partial.slot != NONE:
             self._index.transfers[partial.slot] -= 1
-        self._count(partial.tier, outcomes)
         if block_id in self.abandoned:
             self.abandoned.remove(block_id)
             self._device.free(block_id)
@@ -219,11 +255,3 @@ class Promoter:
             lease.lookup.given_up.add(key)
         if lease.is_ready:
             self.leases.discard(lease)
-
-    def _count(self, source: TierName, outcomes: Sequence[KVStoreError | None]) -> None:
-        """Count a job's blocks, all from one tier; failures are one line in the log."""
-        errors = [error for error in outcomes if error is not None]
-        self.promoted_blocks[source] += len(outcomes) - len(errors)
-        self.failed_loads.update(getattr(error, "reason", type(error).__name__) for error in errors)
-        if errors:
-            logger.warning("loads failed src=%s blocks=%d: %s", source, len(errors), errors[0])
