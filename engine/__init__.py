@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from engine.async_llm import AsyncLLM
     from engine.document import Document
+    from engine.generation import Generation
     from engine.llm import LLM
     from engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
     from engine.sampling_params import SamplingParams
@@ -20,6 +21,7 @@ __all__ = [
     "AsyncLLM",
     "CompletionOutput",
     "Document",
+    "Generation",
     "OutputStream",
     "RequestMetrics",
     "RequestOutput",
@@ -31,6 +33,7 @@ _MODULES = {
     "LLM": "engine.llm",
     "CompletionOutput": "engine.outputs",
     "Document": "engine.document",
+    "Generation": "engine.generation",
     "OutputStream": "engine.stream",
     "RequestMetrics": "engine.outputs",
     "RequestOutput": "engine.outputs",

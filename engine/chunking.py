@@ -20,6 +20,10 @@ class Chunking(Protocol):
     def least_budget(self) -> int:
         """Tokens a step must have left for a sequence to begin."""
 
+    @property
+    def joins_anywhere(self) -> bool:
+        """Whether a sequence may go on from any position that another one has computed."""
+
     def num_next(self, sequence: Sequence, budget: int) -> int:
         """Tokens that the sequence computes next; 0 when ``budget`` is too little."""
 
@@ -39,6 +43,7 @@ class Chunking(Protocol):
 
 class AsFits:
     least_budget = 1
+    joins_anywhere = True
 
     def num_next(self, sequence: Sequence, budget: int) -> int:
         return min(sequence.num_uncomputed, budget)
@@ -59,6 +64,7 @@ class AsFits:
 @dataclass(frozen=True, slots=True)
 class WholeChunks:
     shapes: FixedShapes
+    joins_anywhere = False
 
     @property
     def least_budget(self) -> int:

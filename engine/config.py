@@ -67,6 +67,11 @@ class EngineConfig:
     max_model_len           tokens of prompt and answer at most; None: what the model takes
     max_num_seqs            sequences in one forward at most
     max_num_batched_tokens  tokens of one forward; longer prompts are prefilled in chunks
+    scheduling_policy       which waiting request is next: the first that came, or the one with
+                            most of its prompt in the cache, ageing so that none is forgotten
+    max_num_waiting         requests that may wait; more are an error, but for the prompts of one
+                            ``generate``, which are held back; None: no limit
+    max_total_tokens        tokens of prompt and answer of all requests that wait or run, likewise
     seed                    of requests that bring none of their own
     enforce_eager           no CUDA graphs (none are captured yet)
     skip_tokenizer_init     work with token ids only
@@ -97,6 +102,9 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
+    scheduling_policy: Literal["fcfs", "longest_prefix"] = "fcfs"
+    max_num_waiting: int | None = None
+    max_total_tokens: int | None = None
     seed: int = 0
     enforce_eager: bool = False
     skip_tokenizer_init: bool = False
@@ -113,7 +121,18 @@ class EngineConfig:
             raise ConfigError(
                 f"block_size: expected 8, 16, 32, 64, 128 or 256, got {self.block_size!r}"
             )
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+        if self.scheduling_policy not in ("fcfs", "longest_prefix"):
+            raise ConfigError(
+                "scheduling_policy: expected 'fcfs' or 'longest_prefix', "
+                f"got {self.scheduling_policy!r}"
+            )
+        for name in (
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_model_len",
+            "max_num_waiting",
+            "max_total_tokens",
+        ):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name}: expected an integer of at least 1, got {value!r}")

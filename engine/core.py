@@ -19,15 +19,16 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from engine.backlog import Backlog
 from engine.calibration import Calibration
 from engine.chunking import AsFits, Chunking
 from engine.model_runner import ModelRunner, SequenceStep
 from engine.request import Request
-from engine.sampler import sample
-from engine.scheduler import ScheduledSequence, Scheduler
-from engine.sequence import Sequence
+from engine.sampler import SampledToken, sample
+from engine.scheduler import ScheduledSequence, Scheduler, SchedulingPolicy
+from engine.sequence import Sequence, SequenceState
 from engine.step_meter import StepMeter
-from kvstore.errors import ConfigError, KVStoreError, StoreClosedError
+from kvstore.errors import ConfigError, KVStoreError, QueueFullError, StoreClosedError
 from kvstore.store import BlockStore
 from kvstore.tiers.host import HostPool
 
@@ -51,6 +52,9 @@ class CoreLimits:
     max_num_batched_tokens: int
     use_cache: bool
     chunking: Chunking
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    max_num_waiting: int | None = None
+    max_total_tokens: int | None = None
 
 
 class EngineCore:
@@ -69,6 +73,8 @@ class EngineCore:
         self._commands: deque[tuple[Callable[[], None], Future[Any]]] = deque()
         self._awaited: list[tuple[Callable[[], bool], Future[None]]] = []
         self._requests: dict[str, Request] = {}
+        self._held: deque[Request] = deque()  # until there is room in the backlog
+        self._backlog = Backlog(limits.max_num_waiting, limits.max_total_tokens)
         self._has_store_event = False
         self._closing = False
         self._close_timeout: float | None = None
@@ -89,8 +95,23 @@ class EngineCore:
     # ---- any thread ----------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
-        """Queue a request; its ``result`` is set when it is finished."""
-        self._post(lambda: self._add(request), request.result)
+        """Queue a request, when there is room; its ``result`` is set when it is finished."""
+        self._post(lambda: self._hold(request), request.result)
+
+    def submit_nowait(self, request: Request) -> None:
+        """Queue a request now. Raises ``QueueFullError``."""
+        self._backlog.enter(request)
+        try:
+            self._post(lambda: self._accept(request), request.result)
+        except StoreClosedError:
+            self._backlog.leave(request)
+            raise
+
+    def fork(self, request: Request, index: int, make: Callable[[list[int]], Request]) -> Request:
+        """Queue the request that ``make`` makes of a sample's tokens, prompt included, as they are
+        now, on what of them has been computed. Raises ``QueueFullError``, and what ``make`` does.
+        """
+        return self.call(lambda: self._fork(request.sequences[index], make))
 
     def abort(self, request_ids: list[str]) -> None:
         """End these requests where they are; unknown and finished ones are passed over."""
@@ -196,6 +217,8 @@ class EngineCore:
                 use_cache=self._limits.use_cache,
                 chunking=self._limits.chunking,
                 clock=self._clock,
+                policy=self._limits.scheduling_policy,
+                on_start=lambda each: self._backlog.start(self._requests[each.request_id]),
             )
             self.store.cost.chunk_tokens = self._limits.max_num_batched_tokens
             self._meter = StepMeter(
@@ -241,18 +264,19 @@ class EngineCore:
         """
         self._has_store_event = False
         self.store.poll(model_is_busy=bool(self.scheduler.running))
+        self._admit_held()
         batch = self.scheduler.schedule()
         self._finish_prefilled()
         if batch:
             self._step(batch)
-        elif self._is_stuck():
-            self._fail(self.scheduler.waiting[0])
+        elif (stuck := self._stuck()) is not None:
+            self._fail(stuck)
         for entry in list(self._awaited):
             is_true, reached = entry
             if is_true():
                 self._awaited.remove(entry)
                 reached.set_result(None)
-        return bool(batch)
+        return bool(batch) or self.scheduler.has_more
 
     def _sleep(self) -> bool:
         """Until a command, a finished transfer or the next cleaning; whether none of them came."""
@@ -290,27 +314,31 @@ class EngineCore:
                     wants_all=not sequence.is_scored,
                 )
             )
+        ending = [
+            each.sequence for each, step in zip(batch, steps, strict=True) if step.wants_logits
+        ]
         try:
             logits = self._score_prompts(batch, steps, self.runner.execute(steps))
-            sampling = [
-                each.sequence for each, step in zip(batch, steps, strict=True) if step.wants_logits
-            ]
-            tokens = (
-                sample(logits, [each.sample_request() for each in sampling]) if sampling else []
-            )
+            tokens = _sample_all(logits, ending) if ending else {}
         except Exception as error:
             logger.exception("a step failed; its requests end with the error")
             for each in batch:
                 self._fail(each.sequence, error)
             return
         began_at, now = now, self._clock()
-        self._meter.add(steps, began_at, now, has_sampled=bool(sampling))
+        self._meter.add(steps, began_at, now, has_sampled=bool(ending))
         for each in batch:
             self.scheduler.commit(each)
-        for sequence, token in zip(sampling, tokens, strict=True):
+        for sequence, token in tokens.items():
             if not sequence.times.first_token_at:
                 sequence.times.first_token_at = sequence.times.prefilled_at = now
             sequence.append(token)
+        for sequence in ending:
+            others, sequence.others = sequence.others, []
+            for other in others:
+                if other.finish_reason is None:
+                    self.scheduler.fork(sequence, other)
+        for sequence in tokens:
             if sequence.finish_reason:
                 self._finish(sequence)
             elif sequence.stream is not None:
@@ -340,14 +368,56 @@ class EngineCore:
                 sequence.times.prefilled_at = self._clock()
                 self._finish(sequence)
 
-    def _add(self, request: Request) -> None:
+    def _accept(self, request: Request) -> None:
+        if self._register(request):
+            self._add(request)
+
+    def _hold(self, request: Request) -> None:
+        if self._register(request):
+            self._held.append(request)
+
+    def _admit_held(self) -> None:
+        """In their order, those for which there is room."""
+        while self._held:
+            request = self._held[0]
+            try:
+                if request.is_finished or self._backlog.enter_if_room(request):
+                    self._held.popleft()
+                    self._add(request)
+                else:
+                    return
+            except QueueFullError as error:
+                self._held.popleft()
+                self._fail(request.sequences[0], error)
+
+    def _register(self, request: Request) -> bool:
+        """Whether its id is free; if not, its result says so."""
         if request.request_id in self._requests:
             message = f"request_id: {request.request_id!r} is running already; choose another"
+            self._backlog.leave(request)
             request.result.set_exception(ConfigError(message))
-            return
+            return False
         self._requests[request.request_id] = request
-        for sequence in request.sequences:
-            self.scheduler.add(sequence)
+        return True
+
+    def _add(self, request: Request) -> None:
+        """Its other samples follow when the prompt has been computed."""
+        if not request.is_finished:
+            self.scheduler.add(request.sequences[0])
+
+    def _fork(self, parent: Sequence, make: Callable[[list[int]], Request]) -> Request:
+        request = make(parent.token_ids)
+        self._backlog.enter(request)
+        if not self._register(request):
+            request.result.result()
+        child, at = request.sequences[0], parent.num_computed
+        is_computed = parent.state is SequenceState.RUNNING and parent.num_uncomputed <= 1
+        may_join = child.is_scored and self._limits.chunking.joins_anywhere
+        if is_computed and may_join and child.token_ids[:at] == parent.token_ids[:at]:
+            self.scheduler.fork(parent, child)
+        else:
+            self._add(request)
+        return request
 
     def _abort(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
@@ -364,6 +434,7 @@ class EngineCore:
         self._put(request, sequence)
         if request.is_finished:
             del self._requests[request.request_id]
+            self._backlog.leave(request)
             request.result.set_result(request.output())
 
     def _put(self, request: Request, sequence: Sequence) -> None:
@@ -372,21 +443,23 @@ class EngineCore:
             metrics = request.metrics(self._clock())
             request.stream.put(sequence.take_delta(), metrics, is_last=request.is_finished)
 
-    def _is_stuck(self) -> bool:
-        """Nothing runs, nothing moves or will, and the first request still finds no room."""
+    def _stuck(self) -> Sequence | None:
+        """The first sequence, if nothing runs, moves or will, and it still finds no room."""
         scheduler = self.scheduler
-        return bool(
-            scheduler.waiting
-            and not scheduler.running
+        is_quiet = (
+            not scheduler.running
             and not scheduler.promoting
+            and not scheduler.has_more
             and self.store.num_pending == 0
             and self.store.next_deadline() == math.inf
         )
+        return scheduler.waiting.first() if is_quiet else None
 
     def _fail(self, sequence: Sequence, error: Exception | None = None) -> None:
         request = self._requests.pop(sequence.request_id, None)
         if request is None:  # another sample of it failed in the same step
             return
+        self._backlog.leave(request)
         for each in request.sequences:
             self.scheduler.finish(each)
         request.result.set_exception(error or self._no_room(sequence))
@@ -422,3 +495,15 @@ class EngineCore:
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             self._is_closed = True
+
+
+def _sample_all(logits: torch.Tensor, ending: list[Sequence]) -> dict[Sequence, SampledToken]:
+    """The next token of each sequence of ``ending`` and of the other samples of its prompt, which
+    begin at the same row of ``logits`` [len(ending), vocab_size]."""
+    groups = [(each, *each.others) for each in ending]
+    sequences = [each for group in groups for each in group]
+    if len(sequences) > len(groups):
+        rows = [row for row, group in enumerate(groups) for _ in group]
+        logits = logits[torch.tensor(rows, device=logits.device)]
+    tokens = sample(logits, [each.sample_request() for each in sequences])
+    return dict(zip(sequences, tokens, strict=True))

@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures import as_completed
 from types import TracebackType
 from typing import Any, Literal, overload
 
@@ -19,6 +19,7 @@ from engine.config import EngineConfig
 from engine.core import CoreLimits, EngineCore
 from engine.document import Document, read_document
 from engine.explaining import explain_prompt
+from engine.generation import Generation
 from engine.model_loader import LoadedModel, load_model
 from engine.outputs import RequestOutput
 from engine.parts import build_parts
@@ -80,6 +81,9 @@ class LLM:
                 max_num_batched_tokens=self.config.max_num_batched_tokens,
                 use_cache=self.config.enable_prefix_caching,
                 chunking=WholeChunks(shapes) if shapes else AsFits(),
+                scheduling_policy=self.config.scheduling_policy,
+                max_num_waiting=self.config.max_num_waiting,
+                max_total_tokens=self.config.max_total_tokens,
             ),
         )
         _open_engines.add(self)
@@ -136,8 +140,7 @@ class LLM:
         """
         many = as_prompts(prompts)
         params = as_params(sampling_params, len(many))
-        salt = "" if cache_salt is None else cache_salt
-        cache = CacheOptions(salt, cache_priority, cache_priority_ttl_s)
+        cache = CacheOptions.of(cache_salt, cache_priority, cache_priority_ttl_s)
         news = threading.Event()
         requests = [
             self._requests.make(
@@ -166,6 +169,30 @@ class LLM:
         prompts = [self._reader.read_messages(conversation) for conversation in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, cache_salt=cache_salt)
 
+    def start(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+        cache_priority: int = 0,
+        cache_priority_ttl_s: float | None = None,
+    ) -> Generation:
+        """Begin to answer one prompt and return at once, with what can be waited for, aborted and
+        forked. Raises ``QueueFullError`` when too many requests wait."""
+        cache = CacheOptions.of(cache_salt, cache_priority, cache_priority_ttl_s)
+        text, token_ids = self._reader.read(prompt)
+        params = sampling_params or SamplingParams()
+        request = self._requests.make(text, token_ids, params, cache, request_id=request_id)
+        self._core.submit_nowait(request)
+        return Generation(self, request, cache)
+
+    def abort(self, request_id: str | Sequence[str]) -> None:
+        """End requests where they are, with ``finish_reason`` "abort". Ids that are unknown, or of
+        finished requests, are passed over."""
+        self._core.abort([request_id] if isinstance(request_id, str) else list(request_id))
+
     def document(
         self,
         text_or_path: str | os.PathLike[str],
@@ -187,8 +214,7 @@ class LLM:
         model's context.
         """
         text = text_or_path if isinstance(text_or_path, str) else read_document(text_or_path)
-        salt = "" if cache_salt is None else cache_salt
-        cache = CacheOptions(salt, cache_priority, cache_priority_ttl_s)
+        cache = CacheOptions.of(cache_salt, cache_priority, cache_priority_ttl_s)
         document = Document(self, text, cache)
         if pin or persist or ttl is not None:
             document.pinned = document.pin(persist=persist, ttl=ttl)
@@ -279,20 +305,18 @@ class LLM:
 
     def _run(self, requests: Sequence[Request], *, show_progress: bool) -> list[RequestOutput]:
         """Submit and wait. Any exception here aborts what is still running."""
-        pending = {request.result for request in requests}
+        results = [request.result for request in requests]
         try:
             for request in requests:
                 self._core.submit(request)
             num_samples = sum(len(request.sequences) for request in requests)
             with answers_bar(num_samples, show_progress) as advance:
-                while pending:
-                    done, pending = wait(pending, return_when=FIRST_COMPLETED)
-                    for result in done:
-                        advance(result.result())
+                for result in as_completed(results):
+                    advance(result.result())
         except BaseException:
             self._core.abort([request.request_id for request in requests])
             raise
-        return [request.result.result() for request in requests]
+        return [result.result() for result in results]
 
     def get_tokenizer(self) -> Any:
         """transformers' tokenizer of the model."""

@@ -30,6 +30,12 @@ class Request:
     def is_finished(self) -> bool:
         return all(sequence.state is SequenceState.FINISHED for sequence in self.sequences)
 
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the prompt and of all samples at their longest."""
+        num_prompt = len(self.prompt_token_ids)
+        return num_prompt + sum(each.max_len - num_prompt for each in self.sequences)
+
     def output(self) -> RequestOutput:
         return RequestOutput(
             request_id=self.request_id,

@@ -70,6 +70,7 @@ class RequestMaker:
             )
             for index in range(1 if prefill_only else params.n)
         ]
+        samples[0].others = samples[1:]
         arrival_s = time.monotonic()
         return Request(request_id, text, list(token_ids), params, arrival_s, samples, stream)
 

@@ -4,19 +4,34 @@ Continuous batching: every step first gives each decoding sequence its one token
 the token budget to prefill chunks, oldest request first, then admits waiting sequences. A sequence
 that waits for disk or for blocks on their way holds up nobody.
 
+    fcfs            admits in order of arrival
+    longest_prefix  admits first what has most of its prompt cached. A second of waiting counts as
+                    much as ``ageing_tokens_per_s`` cached tokens, so that whoever finds nothing is
+                    passed over for at most the longest prompt divided by that
+
 Does not know how a prompt is cut into chunks (``engine.chunking``).
 """
 
 import math
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from engine.chunking import Chunking
 from engine.sequence import Sequence, SequenceState
+from engine.waiting import FRONT, WaitingQueue
+from kvstore.block import TierName
 from kvstore.errors import OutOfBlocksError
-from kvstore.lease import LookupState
 from kvstore.store import BlockStore
+
+SchedulingPolicy = Literal["fcfs", "longest_prefix"]
+
+AGEING_TOKENS_PER_S = 1000.0
+
+# A lookup hashes a whole prompt. So many a step, so that a long queue delays no running sequence.
+_LOOKUPS_A_STEP = 16
+_MOST_PROBING = 256  # of disk at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +45,14 @@ class ScheduledSequence:
 class Scheduler:
     """Owned by the step thread.
 
-    waiting     not admitted yet, in order of arrival; preempted sequences stand in front
+    waiting     not admitted yet; preempted and forked sequences stand in front
+    probing     of them, those that wait for an answer from disk
     promoting   admitted, their blocks are on their way to the device
     running     admitted, in order of admission
     paused      not read by their readers; they hold no blocks and queue again in front
 
-    ``chunking`` says how many tokens of a sequence a step computes.
+    ``chunking`` says how many tokens of a sequence a step computes. ``on_start`` is called with
+    each sequence that runs for the first time.
     """
 
     def __init__(
@@ -47,6 +64,9 @@ class Scheduler:
         use_cache: bool,
         clock: Callable[[], float],
         chunking: Chunking,
+        policy: SchedulingPolicy = "fcfs",
+        ageing_tokens_per_s: float = AGEING_TOKENS_PER_S,
+        on_start: Callable[[Sequence], None] = lambda sequence: None,
     ) -> None:
         self._store = store
         self._max_num_seqs = max_num_seqs
@@ -54,11 +74,18 @@ class Scheduler:
         self._use_cache = use_cache
         self._clock = clock
         self._chunking = chunking
-        self.waiting: list[Sequence] = []
-        self.promoting: list[Sequence] = []
-        self.running: list[Sequence] = []
-        self.paused: list[Sequence] = []
+        self._policy = policy
+        self._ageing_tokens_per_s = ageing_tokens_per_s
+        self._on_start = on_start
+        self.waiting = WaitingQueue()
+        self.probing: dict[Sequence, None] = {}
+        self.promoting: dict[Sequence, None] = {}
+        self.running: dict[Sequence, None] = {}
+        self.paused: dict[Sequence, None] = {}
+        self._forked: dict[Sequence, None] = {}  # waiting, with their blocks
+        self._unranked: deque[Sequence] = deque()
         self._being_computed: Counter[bytes] = Counter()  # keys of blocks under way in prefills
+        self.has_more = False  # to look at; the next ``schedule`` goes on
         self.num_preemptions = 0
 
     @property
@@ -66,12 +93,31 @@ class Scheduler:
         return bool(self.waiting or self.promoting or self.running or self.paused)
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+        sequence.times.queued_at = self._clock()
+        self._queue(sequence)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Add a sequence that begins with the tokens a running one has computed: it shares their
+        blocks. Where there is no room for a copy of the last one, it waits like any other."""
+        assert parent.lease is not None
+        try:
+            child.lease = self._store.fork(parent.lease, parent.num_computed)
+        except OutOfBlocksError:
+            self.add(child)
+            return
+        child.lookup = child.lease.lookup
+        child.num_computed = parent.num_computed
+        child.cached_tokens = {TierName.DEVICE: parent.num_computed}
+        child.arrival = parent.arrival
+        self._forked[child] = None
+        self.waiting.put(child, FRONT)
 
     def schedule(self) -> list[ScheduledSequence]:
         """The next step's batch; empty when everything waits for a transfer."""
         self._pause_and_resume()
         self._collect_promoted()
+        self._collect_probed()
+        self._start_forked()
         budget = self._max_num_batched_tokens
         batch: list[ScheduledSequence] = []
         # Decoding sequences first, so that a long prefill never starves them.
@@ -86,9 +132,10 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, whatever its state, and give its blocks back."""
-        for queue in (self.waiting, self.promoting, self.running, self.paused):
-            if sequence in queue:
-                queue.remove(sequence)
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        for place in (self.probing, self._forked, self.promoting, self.running, self.paused):
+            place.pop(sequence, None)
         self._let_go(sequence)
         sequence.state = SequenceState.FINISHED
 
@@ -98,36 +145,54 @@ class Scheduler:
         sequence.num_computed += scheduled.num_tokens
         if self._use_cache:
             assert sequence.lease is not None
-            before = len(sequence.lease.slots)
             num_cacheable = self._chunking.num_cacheable(sequence)
             self._store.commit(sequence.lease, sequence.token_bytes, num_cacheable)
-            self._unregister(sequence, before)
+            self._announce(sequence, len(sequence.lease.slots))
 
-    # ---- admission -----------------------------------------------------------------------------
+    # ---- waiting -------------------------------------------------------------------------------
 
-    def _admit(self, budget: int) -> list[ScheduledSequence]:
-        batch: list[ScheduledSequence] = []
-        for sequence in list(self.waiting):
-            if len(self.running) + len(self.promoting) >= self._max_num_seqs:
-                break
-            if not self._look_up(sequence) or self._prefix_is_being_computed(sequence):
+    def _queue(self, sequence: Sequence, *, in_front: bool = False) -> None:
+        sequence.state = SequenceState.WAITING
+        if in_front:
+            self.waiting.put(sequence, FRONT)
+        elif self._policy == "fcfs":
+            self.waiting.put(sequence)
+        else:
+            self.waiting.set_aside(sequence)
+            self._unranked.append(sequence)
+
+    def _rank_some(self) -> bool:
+        """Look up sequences that have come, or whose prefix has just been computed; whether more
+        of them can be looked up at once."""
+        for _ in range(_LOOKUPS_A_STEP):
+            if not self._unranked or len(self.probing) >= _MOST_PROBING:
+                return False
+            sequence = self._unranked.popleft()
+            if sequence not in self.waiting or not self._knows_prefix(sequence):
                 continue
-            if budget < self._chunking.least_budget:
-                break
-            if not self._reserve(sequence, budget):
-                break  # no room: those behind must not overtake for ever
-            self.waiting.remove(sequence)
-            if sequence.state is SequenceState.PROMOTING:
-                self.promoting.append(sequence)
-                continue
-            num_tokens = self._start(sequence, budget)
-            if num_tokens:
-                batch.append(ScheduledSequence(sequence, num_tokens))
-                budget -= self._chunking.num_positions(num_tokens)
-        return batch
+            assert sequence.lookup is not None
+            keys = sequence.lookup.keys
+            num_cached = self._store.num_reusable_blocks(sequence.lookup)
+            num_tokens = num_cached * self._store.layout.block_size
+            rank = self._ageing_tokens_per_s * sequence.times.queued_at - num_tokens
+            # Whenever somebody computes its next block, it is worth more.
+            next_key = keys[num_cached] if num_cached < len(keys) else None
+            self.waiting.put(sequence, rank, next_key)
+        return bool(self._unranked)
+
+    def _knows_prefix(self, sequence: Sequence) -> bool:
+        """Whether it is known where the sequence's prefix lies, and nobody is computing its next
+        block. If not, the sequence is put where it is found once that has changed."""
+        if not self._look_up(sequence):
+            self.waiting.set_aside(sequence)
+            self.probing[sequence] = None
+            return False
+        key = self._key_being_computed(sequence)
+        if key is not None:
+            self.waiting.park(sequence, key)
+        return key is None
 
     def _look_up(self, sequence: Sequence) -> bool:
-        """Whether it is known where the sequence's prefix lies."""
         if sequence.lookup is None:
             tokens = bytes(sequence.token_bytes) if self._use_cache else b""
             sequence.lookup = self._store.lookup(
@@ -136,22 +201,57 @@ class Scheduler:
                 num_reusable=self._chunking.num_reusable(sequence),
                 peek=sequence.cached_tokens is not None,  # preempted: its hits were counted
             )
-            if sequence.lookup.state is LookupState.PROBING:
+            if not sequence.lookup.is_ready:
                 self._begin_promoting(sequence, SequenceState.PROBING)
-        if sequence.lookup.state is LookupState.PROBING:
-            return False
-        if sequence.state is SequenceState.PROBING:
-            self._end_promoting(sequence, SequenceState.WAITING)
-        return True
+        return sequence.lookup.is_ready
 
-    def _prefix_is_being_computed(self, sequence: Sequence) -> bool:
-        """Whether a running prefill is about to make the next block this one would compute."""
+    def _collect_probed(self) -> None:
+        for sequence in list(self.probing):
+            if self._look_up(sequence):
+                del self.probing[sequence]
+                self._end_promoting(sequence)
+                self._queue(sequence)
+
+    def _key_being_computed(self, sequence: Sequence) -> bytes | None:
+        """The last of the next blocks of a sequence that running prefills are about to make."""
         assert sequence.lookup is not None
         if not self._being_computed:
-            return False
-        num_cached = self._store.num_reusable_blocks(sequence.lookup)
-        keys = sequence.lookup.keys
-        return num_cached < len(keys) and keys[num_cached] in self._being_computed
+            return None
+        keys, at = sequence.lookup.keys, self._store.num_reusable_blocks(sequence.lookup)
+        found = None
+        while at < len(keys) and keys[at] in self._being_computed:
+            found, at = keys[at], at + 1
+        return found
+
+    # ---- admission -----------------------------------------------------------------------------
+
+    def _admit(self, budget: int) -> list[ScheduledSequence]:
+        batch: list[ScheduledSequence] = []
+        self.has_more = self._rank_some()
+        for _ in range(_LOOKUPS_A_STEP + self._max_num_seqs):
+            sequence = self.waiting.first()
+            if sequence is None or not self._has_seat or len(self.probing) >= _MOST_PROBING:
+                return batch
+            if not self._knows_prefix(sequence):
+                continue
+            if budget < self._chunking.least_budget:
+                return batch
+            if not self._reserve(sequence, budget):
+                return batch  # no room: those behind must not overtake for ever
+            self.waiting.remove(sequence)
+            if sequence.state is SequenceState.PROMOTING:
+                self.promoting[sequence] = None
+                continue
+            num_tokens = self._start(sequence, budget)
+            if num_tokens:
+                batch.append(ScheduledSequence(sequence, num_tokens))
+                budget -= self._chunking.num_positions(num_tokens)
+        self.has_more = True
+        return batch
+
+    @property
+    def _has_seat(self) -> bool:
+        return len(self.running) + len(self.promoting) < self._max_num_seqs
 
     def _reserve(self, sequence: Sequence, budget: int) -> bool:
         assert sequence.lookup is not None
@@ -161,7 +261,8 @@ class Scheduler:
         except OutOfBlocksError:
             return False
         sequence.lease = lease
-        self._being_computed.update(self._uncomputed_keys(sequence))
+        sequence.num_announced = len(lease.slots)
+        self._being_computed.update(sequence.lookup.keys[sequence.num_announced :])
         if not lease.is_ready:
             self._begin_promoting(sequence, SequenceState.PROMOTING)
         return True
@@ -176,13 +277,22 @@ class Scheduler:
                 self._store.give_up(sequence.lease)
             elif not sequence.lease.is_ready:
                 continue
-            self.promoting.remove(sequence)
-            self._end_promoting(sequence, SequenceState.WAITING)
+            del self.promoting[sequence]
+            self._end_promoting(sequence)
             if is_late or sequence.lease.is_provisional:
                 self._let_go(sequence, keep_lookup=True)
-                self.waiting.insert(0, sequence)
+                self._queue(sequence, in_front=True)
             else:
                 self._start(sequence, 0)
+
+    def _start_forked(self) -> None:
+        """Forked sequences have their blocks already."""
+        for sequence in list(self._forked):
+            if not self._has_seat:
+                return
+            del self._forked[sequence]
+            self.waiting.remove(sequence)
+            self._run(sequence)
 
     def _start(self, sequence: Sequence, budget: int) -> int:
         """Make a sequence with all its blocks run; tokens it computes in this step."""
@@ -194,10 +304,15 @@ class Scheduler:
         if sequence.cached_tokens is None:
             sequence.cached_tokens = lease.cached_tokens(size)
             sequence.load_decision = lookup.decision
-        sequence.state = SequenceState.RUNNING
-        sequence.times.running_at = sequence.times.running_at or self._clock()
-        self.running.append(sequence)
+        self._run(sequence)
         return self._chunking.num_next(sequence, budget)
+
+    def _run(self, sequence: Sequence) -> None:
+        sequence.state = SequenceState.RUNNING
+        self.running[sequence] = None
+        if not sequence.times.running_at:
+            sequence.times.running_at = self._clock()
+            self._on_start(sequence)
 
     def next_deadline(self) -> float:
         """Clock time at which a sequence stops waiting for its blocks; infinity for none."""
@@ -214,8 +329,7 @@ class Scheduler:
         sequence.state = state
         sequence.times.promote_since = self._clock()
 
-    def _end_promoting(self, sequence: Sequence, state: SequenceState) -> None:
-        sequence.state = state
+    def _end_promoting(self, sequence: Sequence) -> None:
         sequence.times.promote_s += self._clock() - sequence.times.promote_since
 
     # ---- room ----------------------------------------------------------------------------------
@@ -232,36 +346,34 @@ class Scheduler:
                 if error.available_blocks >= error.needed_blocks:
                     return False  # victims are being copied out: their room comes
                 scheduled = {each.sequence for each in batch}
-                youngest = next(
-                    (each for each in reversed(self.running) if each not in scheduled), sequence
-                )
-                self._preempt(youngest)
-                if youngest is sequence:
+                young_first = (*reversed(self._forked), *reversed(self.running))
+                victim = next((each for each in young_first if each not in scheduled), sequence)
+                self._preempt(victim)
+                if victim is sequence:
                     return False
 
     def _preempt(self, sequence: Sequence) -> None:
         """Give up a sequence's blocks; what is cached of them is found again when it resumes."""
         self.num_preemptions += 1
-        self.running.remove(sequence)
+        self.running.pop(sequence, None)
+        self._forked.pop(sequence, None)
         self._let_go(sequence)
-        sequence.state = SequenceState.WAITING
-        self.waiting.insert(0, sequence)
+        self._queue(sequence, in_front=True)
 
     def _pause_and_resume(self) -> None:
         """Whose reader is far behind leaves its room to others until it has been read."""
         for sequence in [each for each in self.running if each.is_ahead]:
-            self.running.remove(sequence)
+            del self.running[sequence]
             self._let_go(sequence)
             sequence.state = SequenceState.PAUSED
-            self.paused.append(sequence)
+            self.paused[sequence] = None
         for sequence in [each for each in self.paused if not each.is_ahead]:
-            self.paused.remove(sequence)
-            sequence.state = SequenceState.WAITING
-            self.waiting.insert(0, sequence)
+            del self.paused[sequence]
+            self._queue(sequence, in_front=True)
 
     def _let_go(self, sequence: Sequence, *, keep_lookup: bool = False) -> None:
         if sequence.lease is not None:
-            self._unregister(sequence, len(sequence.lease.slots), to_end=True)
+            self._announce(sequence, None)
             if sequence.cache.priority:
                 cache = sequence.cache
                 self._store.prefer(sequence.lease, cache.priority, cache.priority_ttl_s)
@@ -271,19 +383,18 @@ class Scheduler:
             sequence.lookup = None
         sequence.num_computed = 0
 
-    def _uncomputed_keys(self, sequence: Sequence) -> list[bytes]:
+    def _announce(self, sequence: Sequence, end: int | None) -> None:
+        """The blocks of its keys before ``end`` are computed; with None it computes none any more.
+        Whoever waits for one of them goes on."""
         assert sequence.lookup is not None
-        assert sequence.lease is not None
-        return list(sequence.lookup.keys[len(sequence.lease.slots) :])
-
-    def _unregister(self, sequence: Sequence, start: int, *, to_end: bool = False) -> None:
-        """Blocks from ``start`` on are computed now, or will not be by this sequence."""
-        if not self._being_computed:
-            return
-        assert sequence.lookup is not None
-        assert sequence.lease is not None
-        end = None if to_end else len(sequence.lease.slots)
-        for key in sequence.lookup.keys[start:end]:
+        keys = sequence.lookup.keys[sequence.num_announced : end]
+        sequence.num_announced += len(keys)
+        for key in keys:
             self._being_computed[key] -= 1
             if self._being_computed[key] <= 0:
                 del self._being_computed[key]
+        self._wake(keys)
+
+    def _wake(self, keys: Iterable[bytes]) -> None:
+        for sequence in self.waiting.wake(keys):
+            self._queue(sequence)

@@ -49,6 +49,13 @@ class CacheOptions:
     priority: int = 0
     priority_ttl_s: float | None = None
 
+    @classmethod
+    def of(
+        cls, salt: str | None, priority: int = 0, priority_ttl_s: float | None = None
+    ) -> "CacheOptions":
+        """From the arguments of ``LLM``'s methods, where no salt is None."""
+        return cls("" if salt is None else salt, priority, priority_ttl_s)
+
     def __post_init__(self) -> None:
         """Checked here, in the caller's thread: the step thread must be able to rely on it."""
         check_salt(self.salt)
@@ -66,6 +73,7 @@ class SequenceTimes:
 
     promote_s: float = 0.0
     promote_since: float = 0.0
+    queued_at: float = 0.0
     running_at: float = 0.0
     prefill_at: float = 0.0
     prefilled_at: float = 0.0
@@ -87,6 +95,9 @@ class Sequence:
     bad_words      token ids of what its output must not contain
     prompt_logprobs
                    of the prompt's tokens so far, None for the first; None where nobody asked
+    others         samples of the same prompt that begin where its prompt ends
+    arrival        its place in the order of arrival, -1 before it has one
+    num_announced  keys at the front of its lookup of which nobody waits for this sequence any more
     stream         of its request, where what it adds is put
     num_delivered  output tokens that were put there
     """
@@ -104,6 +115,7 @@ class Sequence:
     prefill_only: bool = False
     bad_words: tuple[tuple[int, ...], ...] = ()
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    others: "list[Sequence]" = field(default_factory=list)
     stream: Stream | None = None
     state: SequenceState = SequenceState.WAITING
     lookup: Lookup | None = None
@@ -117,6 +129,8 @@ class Sequence:
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     token_bytes: bytearray = field(default_factory=bytearray)
     num_delivered: int = 0
+    arrival: int = -1
+    num_announced: int = 0
 
     def __post_init__(self) -> None:
         self.token_bytes += encode_tokens(self.token_ids)

@@ -4,7 +4,8 @@
     ├── ConfigError            a setting is wrong; the message says which and what would do
     ├── CapacityError          may pass later
     │   ├── TierFullError      a tier cannot take the block now
-    │   └── OutOfBlocksError   the device pool has too few blocks that may be evicted
+    │   ├── OutOfBlocksError   the device pool has too few blocks that may be evicted
+    │   └── QueueFullError     an engine has accepted as many requests as it may
     ├── BlockMissingError      a block promised to be there is not (a plain miss is a result)
     ├── CorruptBlockError      checksum or format; the caller sees a miss, the block is written anew
     ├── TraceError             a trace of requests cannot be read; the message says where and why
@@ -51,6 +52,15 @@ class OutOfBlocksError(CapacityError):
         self.needed_blocks = needed_blocks
         self.available_blocks = available_blocks
         self.capacity_blocks = capacity_blocks
+
+
+class QueueFullError(CapacityError):
+    """An engine has accepted as many requests, or tokens of requests, as ``setting`` allows."""
+
+    def __init__(self, message: str, *, setting: str, limit: int) -> None:
+        super().__init__(message)
+        self.setting = setting
+        self.limit = limit
 
 
 class BlockMissingError(KVStoreError):

@@ -78,6 +78,7 @@ class Oracle:
         if key not in self._known:
             output = self.model.generate(
                 torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),  # 0 is a token, too
                 do_sample=False,
                 max_new_tokens=max_tokens,
                 pad_token_id=0,

@@ -287,7 +287,7 @@ def test_an_interrupted_call_aborts_its_requests(make_llm, tiny_prompts, monkeyp
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("engine.llm.wait", interrupt)
+    monkeypatch.setattr("engine.llm.as_completed", interrupt)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(tiny_prompts, SamplingParams(max_tokens=200, ignore_eos=True))
     monkeypatch.undo()

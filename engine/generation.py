@@ -1,0 +1,87 @@
+"""An answer under way: waited for, ended early, or continued in another direction."""
+
+from collections.abc import Sequence as Tokens
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from engine.outputs import RequestOutput
+from engine.request import Request
+from engine.sampling_params import SamplingParams
+from engine.sequence import CacheOptions
+from kvstore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from engine.llm import LLM
+
+
+class Generation:
+    """Made by ``LLM.start`` and by ``fork``. Methods may be called from any thread.
+
+    A branch of an answer costs what is new in it: what both have in common is computed once.
+    """
+
+    def __init__(self, llm: "LLM", request: Request, cache: CacheOptions) -> None:
+        self._llm = llm
+        self._request = request
+        self._cache = cache
+
+    @property
+    def request_id(self) -> str:
+        return self._request.request_id
+
+    @property
+    def is_finished(self) -> bool:
+        return self._request.result.done()
+
+    def result(self, timeout: float | None = None) -> RequestOutput:
+        """Wait for the answer. Raises ``TimeoutError`` after ``timeout`` seconds, and what ended
+        the request if that was an error."""
+        return self._request.result.result(timeout)
+
+    def so_far(self) -> RequestOutput:
+        """What there is of the answer now."""
+        if self.is_finished:
+            return self.result()
+        return self._llm._core.call(self._request.output)
+
+    def abort(self) -> None:
+        """End it where it is; its result has ``finish_reason`` "abort"."""
+        self._llm.abort(self.request_id)
+
+    def fork(
+        self,
+        sampling_params: SamplingParams | None = None,
+        *,
+        append: str | Tokens[int] | None = None,
+        index: int = 0,
+        request_id: str | None = None,
+    ) -> "Generation":
+        """Another answer that goes on from where sample ``index`` is now, finished or not.
+
+        Its prompt is all of the sample's tokens, prompt and answer, and ``append``, text or token
+        ids, behind them. Without ``sampling_params`` it has those of this one, but one sample and
+        no seed, which would draw the same tokens in every branch. Blocks of a running sample are
+        shared as they are, the last one copied; of a finished one, the cache has those that are
+        full. This one goes on unchanged.
+
+        Raises ``ConfigError`` when that is longer than the model's context, ``QueueFullError`` when
+        too many requests wait.
+        """
+        request = self._request
+        if not 0 <= index < len(request.sequences):
+            raise ConfigError(
+                f"index: expected a sample in [0, {len(request.sequences)}), got {index!r}"
+            )
+        params = sampling_params or replace(
+            request.params, n=1, seed=None, prompt_logprobs=None, truncate_prompt_tokens=None
+        )
+        reader = self._llm._reader
+        more = reader.encode(append) if isinstance(append, str) else reader.read(append or [])[1]
+
+        def make(token_ids: list[int]) -> Request:
+            return self._llm._requests.make(
+                None, [*token_ids, *more], params, self._cache, request_id=request_id
+            )
+
+        fork = self._llm._core.fork(request, index, make)
+        return Generation(self._llm, fork, self._cache)

@@ -1,0 +1,192 @@
+"""Answers that share what they have in common: samples of one prompt, branches of one answer."""
+
+from dataclasses import replace
+
+import pytest
+
+from engine import SamplingParams
+from kvstore.errors import ConfigError
+
+BLOCK = 2 * 2 * 16 * 2 * 16 * 4  # bytes of one block of the tiny model
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+LONG = replace(GREEDY, max_tokens=300)
+DRAWN = SamplingParams(n=8, temperature=1.0, seed=3, max_tokens=12, ignore_eos=True)
+
+
+class Steps:
+    """What the model was given since."""
+
+    def __init__(self, llm, monkeypatch):
+        self.batches = []
+        execute = llm._core.runner.execute
+
+        def record(steps):
+            self.batches.append([(len(step.token_ids), step.num_prefix) for step in steps])
+            return execute(steps)
+
+        monkeypatch.setattr(llm._core.runner, "execute", record)
+
+    @property
+    def num_tokens(self):
+        return sum(num_tokens for batch in self.batches for num_tokens, _ in batch)
+
+
+def ids(output):
+    return [sample.token_ids for sample in output.outputs]
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model):
+    from engine import LLM
+
+    with LLM(
+        tiny_model,
+        dtype="float32",
+        device_cache=400 * BLOCK,
+        skip_tokenizer_init=True,
+        load_policy="always",
+    ) as engine:
+        yield engine
+        assert engine.check() == []
+
+
+@pytest.fixture
+def steps(llm, monkeypatch):
+    llm.reset_prefix_cache()
+    return Steps(llm, monkeypatch)
+
+
+def wait_until_it_has(generation, num_tokens):
+    while len(generation.so_far().outputs[0].token_ids) < num_tokens:
+        assert not generation.is_finished
+
+
+@pytest.mark.parametrize("num_prompt", [5, 32, 40])
+def test_samples_compute_their_prompt_once(llm, steps, tiny_prompts, num_prompt):
+    """Also a prompt shorter than a block, which no cache holds."""
+    (output,) = llm.generate([tiny_prompts[0][:num_prompt]], DRAWN)
+    assert steps.num_tokens == num_prompt + 8 * 11
+    assert output.metrics.computed_tokens == num_prompt
+    assert len({tuple(sample) for sample in ids(output)}) > 1
+
+
+def test_samples_are_those_of_their_seeds_alone(llm, tiny_prompts):
+    prompt = tiny_prompts[1][:40]
+    (together,) = llm.generate([prompt], DRAWN)
+    alone = llm.generate([prompt] * 8, [replace(DRAWN, n=1, seed=3 + i) for i in range(8)])
+    assert ids(together) == [output.outputs[0].token_ids for output in alone]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"enable_prefix_caching": False},
+        {"max_num_seqs": 3},
+        {"device_cache": 40 * BLOCK, "max_model_len": 400},
+        {"deterministic": True, "attention_backend": "torch", "max_model_len": 400},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_samples_share_their_prompt_whatever_the_settings(
+    make_llm, llm, tiny_prompts, monkeypatch, settings
+):
+    """Without a cache, with fewer seats than samples, and on a device that is too small for all."""
+    (expected,) = llm.generate([tiny_prompts[1][:40]], DRAWN)
+    engine = make_llm(**settings)
+    steps = Steps(engine, monkeypatch)
+    (output,) = engine.generate([tiny_prompts[1][:40]], DRAWN)
+    assert ids(output) == ids(expected)
+    assert steps.num_tokens == 40 + 8 * 11
+
+
+def test_samples_that_lose_their_blocks_go_on_with_the_same_tokens(make_llm, tiny_prompts):
+    """A device of 32 blocks for 8 samples of 12 blocks each."""
+    params = replace(DRAWN, max_tokens=100)
+    tight = make_llm(device_cache=32 * BLOCK, max_model_len=400)
+    (output,) = tight.generate([tiny_prompts[1][:90]], params)
+    (expected,) = make_llm().generate([tiny_prompts[1][:90]], params)
+    assert tight._core.scheduler.num_preemptions > 0
+    assert ids(output) == ids(expected)
+
+
+def test_a_fork_of_a_running_answer_goes_on_like_it(llm, steps, tiny_prompts):
+    first = llm.start(tiny_prompts[2][:50], LONG)
+    wait_until_it_has(first, 20)
+    second = first.fork()
+    assert not first.is_finished
+    answer, branch = first.result(60), second.result(60)
+    whole = answer.prompt_token_ids + answer.outputs[0].token_ids
+    again = branch.prompt_token_ids + branch.outputs[0].token_ids
+    assert again[: len(whole)] == whole
+    # All that the first had computed at that moment: every token but its newest.
+    assert branch.num_cached_tokens == len(branch.prompt_token_ids) - 1 >= 50 + 19
+    assert branch.metrics.computed_tokens == 1
+    assert steps.num_tokens == 50 + 299 + 300
+
+
+def test_a_fork_of_a_finished_answer_finds_its_full_blocks(llm, steps, tiny_prompts):
+    first = llm.start(tiny_prompts[2][:50], LONG)
+    answer = first.result(60)
+    branch = first.fork(replace(GREEDY, max_tokens=20)).result(60)
+    whole = answer.prompt_token_ids + answer.outputs[0].token_ids
+    assert branch.prompt_token_ids == whole
+    assert branch.num_cached_tokens == (len(whole) - 1) // 16 * 16
+    (alone,) = llm.generate([whole], replace(GREEDY, max_tokens=20))
+    assert ids(branch) == ids(alone)
+
+
+def test_branches_with_other_tokens_do_not_disturb_each_other(llm, tiny_prompts, tiny_oracle):
+    stem = llm.start(tiny_prompts[2][:50], LONG)
+    wait_until_it_has(stem, 5)
+    branches = [stem.fork(GREEDY, append=[10 + i, 20 + i]) for i in range(4)]
+    twigs = [branch.fork(GREEDY, append=[30]) for branch in branches]
+    for each in (*branches, *twigs):
+        output = each.result(60)
+        tiny_oracle.assert_equal(output.prompt_token_ids, output.outputs[0].token_ids)
+    assert stem.result(60).outputs[0].token_ids == llm.generate(
+        [tiny_prompts[2][:50]], LONG
+    )[0].outputs[0].token_ids  # fmt: skip
+
+
+def test_a_sample_of_several_is_forked_by_its_index(llm, tiny_prompts):
+    first = llm.start(tiny_prompts[3][:20], DRAWN)
+    answer = first.result(60)
+    branch = first.fork(GREEDY, index=5).result(60)
+    assert branch.prompt_token_ids == tiny_prompts[3][:20] + answer.outputs[5].token_ids
+    with pytest.raises(ConfigError, match=r"index: expected a sample in \[0, 8\), got 8"):
+        first.fork(index=8)
+
+
+def test_a_fork_may_draw_samples_of_its_own(llm, steps, tiny_prompts):
+    first = llm.start(tiny_prompts[3][:20], GREEDY)
+    answer = first.result(60)
+    steps.batches.clear()
+    branch = first.fork(replace(DRAWN, n=4), append=[7]).result(60)
+    assert len({tuple(sample) for sample in ids(branch)}) > 1
+    assert steps.num_tokens == branch.metrics.computed_tokens + 4 * 11
+    assert branch.prompt_token_ids == [*tiny_prompts[3][:20], *answer.outputs[0].token_ids, 7]
+
+
+def test_a_fork_before_the_prompt_is_computed_shares_the_prompt(make_llm, tiny_prompts):
+    llm = make_llm(max_num_batched_tokens=16, max_num_seqs=4)
+    first = llm.start(tiny_prompts[0], GREEDY)
+    second = first.fork()
+    assert ids(second.result(60)) == ids(first.result(60))
+    assert first.result().metrics.computed_tokens + second.result().metrics.computed_tokens <= (
+        len(tiny_prompts[0]) + 16
+    )
+
+
+def test_an_answer_can_be_aborted_by_its_id(llm, tiny_prompts):
+    first = llm.start(tiny_prompts[0], LONG, request_id="mine")
+    llm.abort(["unknown", first.request_id])
+    assert first.result(60).outputs[0].finish_reason == "abort"
+    llm.abort("mine")
+    assert llm._core.call(lambda: llm._core.scheduler.has_work) is False
+
+
+def test_a_fork_beyond_the_context_is_refused(llm, tiny_prompts):
+    first = llm.start(tiny_prompts[0][:16], GREEDY)
+    first.result(60)
+    with pytest.raises(ConfigError, match="has 512 tokens and the model takes 511"):
+        first.fork(append=[5] * 480)
