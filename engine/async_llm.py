@@ -246,7 +246,7 @@ class AsyncLLM:
             )
 
         request = await self._tokenize(make)
-        llm._core.submit(request)
+        llm._core.submit_nowait(request)
         try:
             await self._call(lambda: None)  # behind the request
         except BaseException:
