@@ -48,7 +48,13 @@ def find_backend(
                 f"attention_backend: {name} needs a CUDA device, not {device}; use auto or torch"
             )
         library = load_library(name, layout)
-        return AttentionBackend(name, write_kv, library.paged_prefill, library.paged_decode)
+        return AttentionBackend(
+            name,
+            write_kv,
+            library.paged_prefill,
+            library.paged_decode,
+            is_capturable=library.is_capturable,
+        )
     launchers_run_triton = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
     if name == "triton" and not launchers_run_triton:
         raise ConfigError(
@@ -59,10 +65,14 @@ def find_backend(
     has_kernel = layout.head_dim % 16 == 0 and layout.head_dim <= checks.MAX_TRITON_HEAD_DIM
     if launchers_run_triton and (name == "torch" or (name == "auto" and not has_kernel)):
         decode = partial(_twin_decode, split_len=split_len)
-        return AttentionBackend("torch", reference.write_kv, _twin_prefill, decode)
+        return AttentionBackend(
+            "torch", reference.write_kv, _twin_prefill, decode, is_capturable=False
+        )
     chosen = "triton" if launchers_run_triton else "torch"
     decode = partial(paged_decode, split_len=split_len)
-    return AttentionBackend(chosen, write_kv, paged_prefill, decode)
+    return AttentionBackend(
+        chosen, write_kv, paged_prefill, decode, is_capturable=chosen == "triton"
+    )
 
 
 def _twin_prefill(

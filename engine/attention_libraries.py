@@ -60,6 +60,8 @@ def load_library(
 class FlashAttention3:
     """Version 3: one function for everything, Hopper's instructions."""
 
+    is_capturable = True
+
     def __init__(self, module: ModuleType) -> None:
         self._attend = module.flash_attn_with_kvcache
 
@@ -107,6 +109,8 @@ class FlashAttention3:
 
 class FlashAttention2:
     """Version 2: another function for a ragged batch than for one query a sequence."""
+
+    is_capturable = True
 
     def __init__(self, module: ModuleType) -> None:
         self._attend_ragged = module.flash_attn_varlen_func
@@ -164,6 +168,8 @@ class FlashInfer:
     else to do then. The decode wrapper of FlashInfer is this one with other arguments, so decoding
     goes the same way.
     """
+
+    is_capturable = False
 
     def __init__(self, module: ModuleType) -> None:
         self._make_wrapper = module.BatchPrefillWithPagedKVCacheWrapper

@@ -99,6 +99,7 @@ def choose_backend(
         ours.write_kv,
         _but_sinks(prefill.paged_prefill, ours.paged_prefill),
         _but_sinks(decode.paged_decode, ours.paged_decode),
+        is_capturable=decode.is_capturable,
     )
 
 

@@ -73,7 +73,7 @@ class EngineConfig:
                             ``generate``, which are held back; None: no limit
     max_total_tokens        tokens of prompt and answer of all requests that wait or run, likewise
     seed                    of requests that bring none of their own
-    enforce_eager           no CUDA graphs (none are captured yet)
+    enforce_eager           no CUDA graphs: a decode step launches its kernels one by one
     skip_tokenizer_init     work with token ids only
     load_policy             load a cached prefix, or compute it: what is faster by measurement, or
                             always the one

@@ -29,12 +29,16 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBackend:
-    """The kernels one runner calls, with the signatures of the modules in ``kernels/``."""
+    """The kernels one runner calls, with the signatures of the modules in ``kernels/``.
+
+    is_capturable  decoding never makes the host look at what is on the device
+    """
 
     name: str
     write_kv: Callable[..., None]
     paged_prefill: Callable[..., torch.Tensor]
     paged_decode: Callable[..., torch.Tensor]
+    is_capturable: bool = True
 
 
 @dataclass(frozen=True, slots=True)

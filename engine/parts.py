@@ -11,6 +11,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.document import template_parts
+from engine.memory_budget import free_bytes_for_pool
 from engine.model_loader import LoadedModel
 from engine.model_runner import ModelRunner
 from engine.tokenizer_file import keep_tokenizer
@@ -43,6 +44,7 @@ def build_parts(
             loaded,
             tensor,
             attention_backend=config.attention_backend,
+            max_num_seqs=config.max_num_seqs,
             enforce_eager=config.enforce_eager,
             fixed_shapes=loaded.fixed_shapes,
         )
@@ -92,8 +94,7 @@ def _device_pool(
     if config.device_cache != "auto":
         size = parse_size(config.device_cache, "device_cache")
     elif loaded.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(loaded.device)
-        size = int(free * config.gpu_memory_utilization)
+        size = free_bytes_for_pool(config, loaded)
     else:
         size = max(_CPU_DEVICE_CACHE, needed * block_bytes)
     if size // block_bytes < needed:
