@@ -72,7 +72,7 @@ class Document:
         """Start bringing what is cached of the document to the device, and return at once."""
         store = self._llm._core.store
         tokens = encode_tokens(self._prefix)
-        self._llm._core.call(lambda: store.prefetch(tokens, self._cache.salt))
+        self._llm._core.call(lambda: store.prefetch_tokens(tokens, self._cache.salt))
 
     def pin(self, *, persist: bool = False, ttl: float | None = None) -> Pin:
         """Read the document if need be, and keep it from being evicted until the pin is released.

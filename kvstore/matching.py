@@ -52,16 +52,20 @@ class Matcher:
 
     def prefix(self, tokens: bytes, salt: str, *, is_counted: bool) -> Lookup:
         """A lookup of ``tokens``, all of which may be reused, matched against memory."""
-        if salt not in self._seeds:
-            if len(self._seeds) > 1024:  # salts come from outside: forget them now and then
-                self._seeds.clear()
-            self._seeds[salt] = chain_seed(self._namespace, salt), salt_digest(salt)
-        seed, digest = self._seeds[salt]
+        seed, digest = self.seed(salt)
         run_bytes = 4 * self._layout.block_size
         keys, runs = chain_blocks(seed, tokens, run_bytes)
         lookup = Lookup(keys, runs, tokens[len(keys) * run_bytes :], seed, digest, is_counted)
         self.note_sources(lookup)
         return lookup
+
+    def seed(self, salt: str) -> tuple[bytes, bytes]:
+        """What roots of this model and salt hang on, and the salt's digest."""
+        if salt not in self._seeds:
+            if len(self._seeds) > 1024:  # salts come from outside: forget them now and then
+                self._seeds.clear()
+            self._seeds[salt] = chain_seed(self._namespace, salt), salt_digest(salt)
+        return self._seeds[salt]
 
     def note_sources(self, lookup: Lookup) -> None:
         """Write down where further blocks of the prefix are now."""

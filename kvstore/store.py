@@ -13,7 +13,6 @@ One thread owns a store: it calls the methods, and ``poll()`` now and then to ap
 transfer side has finished. Nothing here waits except ``run_until_idle``, ``flush`` and ``close``.
 """
 
-import contextlib
 import logging
 import math
 import threading
@@ -26,7 +25,7 @@ from kvstore.block import BlockLayout, Removal, TierName
 from kvstore.check import check
 from kvstore.config import StoreConfig
 from kvstore.cost import CostModel, LoadDecision
-from kvstore.errors import ConfigError, KVStoreError, OutOfBlocksError, StoreClosedError
+from kvstore.errors import ConfigError, KVStoreError, StoreClosedError
 from kvstore.event_file import EventFile
 from kvstore.events import EventLog
 from kvstore.eviction import Evictor
@@ -37,6 +36,7 @@ from kvstore.leasing import Leasing
 from kvstore.matching import Matcher
 from kvstore.pinning import Pinning
 from kvstore.policy import VictimPolicy
+from kvstore.prefetch import Prefetcher
 from kvstore.promotion import Promoter
 from kvstore.reporting import Reporter
 from kvstore.self_measurement import SelfMeasurement
@@ -192,7 +192,7 @@ class BlockStore:
             self._pinning,
             self.events,
         )
-        self._prefetches: list[tuple[Lookup, Lease | None]] = []
+        self._prefetcher = Prefetcher(self.index, self._matcher, self._leasing, self._transfer)
 
     # ---- the life of a request -----------------------------------------------------------------
 
@@ -286,14 +286,19 @@ class BlockStore:
             return
         self._transfer.unpin(lookup.keys[-1], lambda outcome: done(outcome is True))
 
-    def prefetch(self, tokens: bytes, salt: str = "") -> None:
-        """Bring what is cached of a prefix to the device, before somebody asks for it.
+    def prefetch(self, keys: Sequence[bytes], salt: str = "") -> None:
+        """Bring the blocks of a sequence, root first, to the device before somebody asks for them.
 
-        Takes free and evictable blocks only; gives up quietly when there are too few.
+        As many of them from the first on as are cached, of this model and salt. Takes free and
+        evictable blocks only; gives up quietly when there are too few.
         """
-        whole = len(tokens) // 4
-        lookup = self.lookup(tokens, salt, num_reusable=whole, peek=True)
-        self._prefetches.append((lookup, None))
+        self._check_open()
+        self._prefetcher.add_keys(keys, salt, reads_disk=self._reads_disk())
+
+    def prefetch_tokens(self, tokens: bytes, salt: str = "") -> None:
+        """As ``prefetch``, for the whole blocks of ``tokens``."""
+        num_tokens = len(tokens) // 4
+        self._prefetcher.add(self.lookup(tokens, salt, num_reusable=num_tokens, peek=True))
 
     def weigh(self, lookup: Lookup) -> LoadDecision | None:
         """What would be decided about loading what a ``peek`` has found; tries no tier for it."""
@@ -357,8 +362,7 @@ class BlockStore:
         for removed in (self._removed.popleft() for _ in range(num_removed)):
             if removed.namespace == self.namespace:
                 self.events.removed_key(TierName.DISK, removed.key, removed.salt)
-        if self._prefetches:
-            self._advance_prefetches()
+        self._prefetcher.pump()
         self._pinning.pump()
         self._write_behind.pump()
         self._evictor.pump()
@@ -529,19 +533,6 @@ class BlockStore:
         self._matcher.note_sources(lookup)
         self._reporter.count(lookup, has_disk=self._disk is not None)
         lookup.state = LookupState.READY
-
-    def _advance_prefetches(self) -> None:
-        going, self._prefetches = self._prefetches, []
-        for lookup, lease in going:
-            if lease is None and lookup.is_ready:
-                with contextlib.suppress(OutOfBlocksError):
-                    lease = self.reserve(lookup, 0)
-                if lease is None:
-                    continue
-            if lease is not None and lease.is_ready:
-                self.release(lease)
-            else:
-                self._prefetches.append((lookup, lease))
 
     # ---- disk ----------------------------------------------------------------------------------
 

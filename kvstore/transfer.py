@@ -131,6 +131,11 @@ class TransferLoop:
         """Find the longest run of ``refs`` on disk, and with ``below`` what hangs on its end."""
         self._submit(self._probe(refs, below), done)
 
+    def find(self, parent: bytes, keys: Sequence[bytes], done: Done[list[BlockRef]]) -> None:
+        """What disk holds of blocks that follow each other below ``parent``."""
+        assert self._disk is not None
+        self._submit(self._disk.find(parent, keys), done)
+
     def read(
         self,
         refs: Sequence[BlockRef],

@@ -79,6 +79,30 @@ class Reader:
             self._env.end_read(txn)
         return found
 
+    def find(self, parent: bytes, keys: Sequence[bytes]) -> list[BlockRef]:
+        found: list[BlockRef] = []
+        try:
+            txn = self._begin(follow=True)
+        except TierBrokenError:
+            return found
+        try:
+            for key in keys:
+                try:
+                    record = schema.decode_record(key, txn.get(key, db=self._env.index) or b"")
+                except SealError:
+                    break
+                if record.is_bad or record.parent != parent:
+                    break
+                if block_key(parent, record.tokens) != key:
+                    break
+                found.append(BlockRef(key, parent, record.tokens, record.depth))
+                parent = key
+        except lmdb.Error as error:
+            self._failed(error)
+        finally:
+            self._env.end_read(txn)
+        return found
+
     def children(self, parent: bytes, limit: int) -> list[BlockRef]:
         found: list[BlockRef] = []
         try:

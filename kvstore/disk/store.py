@@ -125,6 +125,15 @@ class DiskStore:
         self._check_open()
         return self._reader.probe(refs)
 
+    def find(self, parent: bytes, keys: Sequence[bytes]) -> list[BlockRef]:
+        """The leading blocks with these keys that are here, the first below ``parent`` (a key, or
+        the seed for roots), each of the others below the one before.
+
+        A key has to follow from what its record says. As fast as ``probe``.
+        """
+        self._check_open()
+        return self._reader.find(parent, keys)
+
     def read_into(self, ref: BlockRef, dst: memoryview) -> None:
         """Fill ``dst`` (writable, exactly the decoded size) with a block's verified bytes.
 

@@ -116,6 +116,9 @@ class SimulatedDisk:
             found.append(DiskEntry(ref.key, 0, "raw", 0))
         return found
 
+    async def find(self, parent: bytes, keys: Sequence[bytes]) -> list[BlockRef]:
+        raise NotImplementedError("a simulation prefetches nothing")
+
     async def children(self, parent: bytes) -> list[BlockRef]:
         return []
 

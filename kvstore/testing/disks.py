@@ -46,6 +46,16 @@ class MemoryDisk:
             found.append(DiskEntry(ref.key, len(payload), "raw", len(payload)))
         return found
 
+    async def find(self, parent: bytes, keys: Sequence[bytes]) -> list[BlockRef]:
+        found: list[BlockRef] = []
+        for key in keys:
+            ref, _ = self.blocks.get(key, (None, b""))
+            if ref is None or ref.parent != parent or key not in self._checksums:
+                break
+            found.append(ref)
+            parent = key
+        return found
+
     async def read(self, reads: Sequence[BlockRead]) -> list[KVStoreError | None]:
         return [self._read(read) for read in reads]
 
@@ -179,6 +189,10 @@ class FaultyDisk:
     async def write(self, writes: Sequence[BlockWrite]) -> list[PutOutcome]:
         await self._pass(sum(len(write.payload) for write in writes))
         return await self.inner.write(writes)
+
+    async def find(self, parent: bytes, keys: Sequence[bytes]) -> list[BlockRef]:
+        await self._pass(0)
+        return await self.inner.find(parent, keys)
 
     async def children(self, parent: bytes) -> list[BlockRef]:
         await self._pass(0)

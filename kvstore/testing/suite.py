@@ -67,6 +67,18 @@ class TierSuite(ABC):
 
         self.run(tmp_path, body)
 
+    def test_blocks_are_found_by_their_keys_alone(self, tmp_path: Path) -> None:
+        async def body(tier: DiskTier) -> None:
+            refs = chain(1, 2, 3)
+            keys = [ref.key for ref in refs]
+            await self.write(tier, refs[:2])
+            assert await tier.find(SEED, keys) == refs[:2]
+            assert await tier.find(refs[0].key, keys[1:]) == refs[1:2]
+            assert await tier.find(SEED, keys[1:]) == []
+            assert await tier.find(chain_seed(NAMESPACE, "salt"), keys) == []
+
+        self.run(tmp_path, body)
+
     def test_a_key_with_other_tokens_is_not_found(self, tmp_path: Path) -> None:
         async def body(tier: DiskTier) -> None:
             (ref,) = chain(1)

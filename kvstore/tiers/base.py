@@ -119,6 +119,9 @@ class DiskTier(Protocol):
     async def probe(self, refs: Sequence[BlockRef]) -> list[DiskEntry]:
         """Entries of the longest run of ``refs``, from the first on, that disk holds."""
 
+    async def find(self, parent: bytes, keys: Sequence[bytes]) -> list[BlockRef]:
+        """The longest run of blocks with these keys that disk holds, the first below ``parent``."""
+
     async def children(self, parent: bytes) -> list[BlockRef]:
         """Some of the blocks that hang on a block or seed."""
 

@@ -28,6 +28,9 @@ class LmdbTier:
     async def probe(self, refs: Sequence[BlockRef]) -> list[DiskEntry]:
         return await self._run(self._readers, self._disk.probe, refs)
 
+    async def find(self, parent: bytes, keys: Sequence[bytes]) -> list[BlockRef]:
+        return await self._run(self._readers, self._disk.find, parent, keys)
+
     async def children(self, parent: bytes) -> list[BlockRef]:
         return await self._run(self._readers, self._disk.children, parent)
 

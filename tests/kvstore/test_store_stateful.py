@@ -218,9 +218,13 @@ class StoreMachine(RuleBasedStateMachine):
         if entry in self.held and entry.lease.is_ready:
             self.store.prefer(entry.lease, priority, ttl)
 
-    @rule(tokens=PROMPTS)
-    def prefetch(self, tokens):
-        self.store.prefetch(self.encode(tokens))
+    @rule(tokens=PROMPTS, salt=SALTS, by_key=st.booleans())
+    def prefetch(self, tokens, salt, by_key):
+        if by_key:
+            keys = self.store.lookup(self.encode(tokens), salt, peek=True).keys
+            self.store.prefetch(keys, salt)
+        else:
+            self.store.prefetch_tokens(self.encode(tokens), salt)
 
     @rule(tokens=PROMPTS)
     def pin(self, tokens):

@@ -1,0 +1,78 @@
+"""Prefetching: cached blocks move to the device before somebody asks for them.
+
+A prefix is named by its tokens, or by the keys of its blocks, as events and lookups carry them.
+Keys alone are as good as tokens: the tokens are taken from where a block is known, and its key has
+to follow from them and from the block before, from the seed of model and salt on.
+"""
+
+from collections.abc import Sequence
+
+from kvstore.block import BlockRef
+from kvstore.errors import KVStoreError, OutOfBlocksError
+from kvstore.index import NONE, BlockIndex
+from kvstore.lease import Lease, Lookup
+from kvstore.leasing import Leasing
+from kvstore.matching import Matcher
+from kvstore.transfer import TransferLoop
+
+
+class Prefetcher:
+    """Takes free and evictable blocks only, and gives up where they are too few. Owner thread."""
+
+    def __init__(
+        self, index: BlockIndex, matcher: Matcher, leasing: Leasing, transfer: TransferLoop
+    ) -> None:
+        self._index = index
+        self._matcher = matcher
+        self._leasing = leasing
+        self._transfer = transfer
+        self._going: list[tuple[Lookup, Lease | None]] = []
+
+    def add(self, lookup: Lookup) -> None:
+        """Bring what a lookup has found, or will have."""
+        self._going.append((lookup, None))
+
+    def add_keys(self, keys: Sequence[bytes], salt: str, *, reads_disk: bool) -> None:
+        """Bring the blocks of a sequence, given from its root on, as far as they are known."""
+        parent, digest = self._matcher.seed(salt)
+        in_memory: list[BlockRef] = []
+        for key in keys:
+            slot = self._index.slots.get(key, NONE)
+            if slot == NONE or self._index.parent_key[slot] != parent:
+                break
+            in_memory.append(self._index.ref(slot))
+            parent = key
+        rest = keys[len(in_memory) :]
+
+        def begin(on_disk: list[BlockRef] | KVStoreError) -> None:
+            refs = in_memory + (on_disk if isinstance(on_disk, list) else [])
+            if refs:
+                self.add(self._lookup(refs, digest, {ref.key for ref in refs[len(in_memory) :]}))
+
+        if rest and reads_disk:
+            self._transfer.find(parent, rest, begin)
+        else:
+            begin([])
+
+    def pump(self) -> None:
+        """Reserve for prefixes that are known now; release those that have arrived."""
+        going, self._going = self._going, []
+        for lookup, lease in going:
+            if lease is None and lookup.is_ready:
+                try:
+                    lease = self._leasing.reserve(lookup, 0, None)
+                except OutOfBlocksError as error:
+                    # Victims are being copied, or the room is there once others have arrived.
+                    is_coming = error.available_blocks >= error.needed_blocks
+                    if not (is_coming and self._transfer.num_pending):
+                        continue
+            if lease is not None and lease.is_ready:
+                self._leasing.release(lease)
+            else:
+                self._going.append((lookup, lease))
+
+    def _lookup(self, refs: list[BlockRef], salt: bytes, on_disk: set[bytes]) -> Lookup:
+        keys, runs = [ref.key for ref in refs], [ref.tokens for ref in refs]
+        lookup = Lookup(keys, runs, b"", refs[0].parent, salt, is_counted=False, on_disk=on_disk)
+        self._matcher.note_sources(lookup)
+        return lookup
