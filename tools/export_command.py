@@ -31,7 +31,7 @@ def _export(
     is_stream = file == "-"
     if is_stream and sys.stdout.isatty():
         raise click.UsageError("an export is binary: redirect stdout, or name a FILE")
-    is_there = not is_stream and Path(file).exists()
+    is_there = not is_stream and Path(file).is_file()
     if is_there and not is_confirmed(f"{file} exists. Replace it?", yes=yes):
         return 1
     target = sys.stdout.buffer if is_stream else file

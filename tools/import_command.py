@@ -28,7 +28,7 @@ def _import(directory: str, file: str, capacity_bytes: int | None, yes: bool, as
     else:
         click.echo(f"imported    {counts['blocks']:,} blocks; {counts['present']:,} were there")
     if counts["refused"]:
-        say(f"{counts['refused']:,} blocks found no room; a larger --disk-cache-size gives it")
+        say(f"{counts['refused']:,} blocks found no room: {counts['obstacle']}")
     elif counts["evicted"]:
         say(f"{counts['evicted']:,} blocks were evicted for them")
     return 1 if counts["refused"] else 0

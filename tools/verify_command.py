@@ -33,6 +33,8 @@ def _describe(report: dict[str, Any], fix: bool, dry_run: bool) -> str:
     ]
     if report["fixed"]:
         lines.append(f"fixed       {report['fixed']:,}; what was dropped is computed anew")
+    elif report["obstacle"]:
+        lines.append(f"not fixed   {report['obstacle']}")
     elif fix and dry_run and not report["ok"]:
         lines.append(
             f"would fix   {num_found:,}: drop what is bad, and rebuild the index from the rest"

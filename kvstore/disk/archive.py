@@ -25,7 +25,7 @@ from kvstore.disk.codec import get_codec
 from kvstore.disk.ledger import Prepared
 from kvstore.disk.schema import NAMESPACE_BYTES, Record
 from kvstore.errors import ConfigError
-from kvstore.hashing import KEY_BYTES, block_key, namespace_id
+from kvstore.hashing import KEY_BYTES, block_key, chain_seed
 
 _MAGIC = b"KVSTORE EXPORT\0\0"
 _VERSION = 1
@@ -65,14 +65,26 @@ class Namespace:
 
 
 class TreePath:
-    """The keys from a root to the last block that was let in."""
+    """The keys from a root to the last block that was let in, all of one namespace and salt."""
 
     def __init__(self) -> None:
         self._keys: list[bytes] = []
+        self._owner = (b"", b"")
 
-    def admit(self, key: bytes, parent: bytes, depth: int) -> bool:
-        """Whether the block continues one on the path, or is a root; then it is the last."""
-        if depth > 0 and (depth > len(self._keys) or self._keys[depth - 1] != parent):
+    def admit(self, key: bytes, block: Record | Prepared) -> bool:
+        """Whether the block continues one on the path, or is a root; then it is the last.
+
+        Without a salt a root must hang below its namespace's seed; a salt is not known.
+        """
+        owner, depth = (block.namespace, block.salt), block.depth
+        if depth == 0:
+            if not block.salt and block.parent != chain_seed(block.namespace):
+                return False
+            self._owner = owner
+        elif depth > len(self._keys) or (self._keys[depth - 1], self._owner) != (
+            block.parent,
+            owner,
+        ):
             return False
         self._keys[depth:] = [key]
         return True
@@ -131,8 +143,8 @@ def read_items(source: IO[bytes]) -> Iterator[Prepared | Namespace]:
             yield _namespace(header)
         elif kind == "block":
             block = _block(header, payload)
-            if not path.admit(block.key, block.parent, block.depth):
-                raise RefusedError("a block comes without its parent")
+            if not path.admit(block.key, block):
+                raise RefusedError("a block comes without its parent, or under another namespace")
             num_blocks += 1
             num_bytes += len(payload)
             yield block
@@ -174,14 +186,6 @@ def _namespace(header: dict[str, Any]) -> Namespace:
         raise RefusedError("a namespace without a proper id")
     if not isinstance(identity, dict):
         raise RefusedError("a namespace without an identity")
-    # the engine names a namespace after the model, and the name is no part of what it is
-    bare = {name: value for name, value in identity.items() if name != "model"}
-    try:
-        is_its_own = namespace in (namespace_id(identity), namespace_id(bare))
-    except TypeError:  # keys that cannot be sorted
-        is_its_own = False
-    if not is_its_own:
-        raise RefusedError("a namespace whose id is not that of its identity")
     return Namespace(namespace, identity)
 
 

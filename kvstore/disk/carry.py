@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from kvstore.block import PutOutcome
 from kvstore.disk import schema
@@ -26,7 +26,7 @@ from kvstore.disk.archive import (
     write_namespace,
     write_start,
 )
-from kvstore.disk.environment import Environment
+from kvstore.disk.environment import Environment, State
 from kvstore.disk.ledger import Prepared
 from kvstore.disk.places import TEMPORARY_MARK
 from kvstore.disk.schema import Head, SealError
@@ -110,7 +110,7 @@ class _Export:
         except SealError:
             return  # it went meanwhile
         is_good = not record.is_bad and schema.checksum(payload) == record.checksum
-        if not is_good or not self._path.admit(key, record.parent, record.depth):
+        if not is_good or not self._path.admit(key, record):
             self.num_left_out += 1
             return
         self._write_namespace(env, record.namespace)
@@ -145,6 +145,10 @@ def _opened_for_writing(file: str | Path | IO[bytes]) -> Iterator[IO[bytes]]:
         file.flush()
         return
     target = Path(file)
+    if target.exists() and not target.is_file():  # a named pipe, /dev/stdout
+        with target.open("wb") as out:
+            yield out
+        return
     temporary = target.with_name(f"{target.name}{TEMPORARY_MARK}{os.getpid()}")
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -167,18 +171,20 @@ def import_documents(
     *,
     capacity_bytes: int | None = None,
     progress: Progress | None = None,
-) -> dict[str, int]:
+) -> dict[str, Any]:
     """Put what an export holds into the cache at ``path``.
 
-    Returns ``{"blocks", "present", "refused", "evicted"}``: stored; already there; found no room;
-    gave way to those stored. The cache is created where there is none; what it already knows of a
-    namespace stays. ``progress(blocks, None)`` is called for each block.
+    Returns ``{"blocks", "present", "refused", "evicted", "obstacle"}``: stored; already there;
+    found no room; gave way to those stored; why there was no room. The cache is created where there
+    is none; what it already knows of a namespace stays. ``progress(blocks, None)`` is called for
+    each group of blocks.
 
     Raises ``ConfigError`` for what is no export, ``CorruptBlockError`` for one that is cut or
     damaged. Of a file nothing was stored then; of a stream that cannot be read twice, all blocks
     before the damage.
     """
-    counts = {"blocks": 0, "present": 0, "refused": 0, "evicted": 0}
+    counts: dict[str, Any] = dict.fromkeys(("blocks", "present", "refused", "evicted"), 0)
+    counts["obstacle"] = None
     with _opened_for_reading(file) as source:
         if source.seekable():
             start = source.tell()
@@ -220,7 +226,7 @@ def _opened_for_reading(file: str | Path | IO[bytes]) -> Iterator[IO[bytes]]:
 def _store(
     store: DiskStore,
     items: Iterable[Prepared | Namespace],
-    counts: dict[str, int],
+    counts: dict[str, Any],
     progress: Progress | None,
 ) -> None:
     """In groups; what came before a damaged item is stored, too."""
@@ -239,16 +245,21 @@ def _store(
                 _put(store, group, counts)
                 group_bytes = 0
                 if progress is not None:
-                    progress(sum(counts.values()) - counts["evicted"], None)
+                    progress(counts["blocks"] + counts["present"] + counts["refused"], None)
     finally:
         _put(store, group, counts)
 
 
-def _put(store: DiskStore, group: list[Prepared], counts: dict[str, int]) -> None:
+def _put(store: DiskStore, group: list[Prepared], counts: dict[str, Any]) -> None:
     for outcome in store.put_encoded(group).values():
         if outcome is PutOutcome.STORED:
             counts["blocks"] += 1
         else:
             counts["present" if outcome is PutOutcome.PRESENT else "refused"] += 1
-    counts["evicted"] = store.stats().evictions
     group.clear()
+    stats = store.stats()
+    counts["evicted"] = stats.evictions
+    if counts["refused"]:
+        if stats.state != State.OK.value:
+            raise store.refusal()
+        counts["obstacle"] = store.why_not()

@@ -121,6 +121,8 @@ def _needed_bytes(directory: Path, env: lmdb.Environment) -> int:
     """Size of the copy. Raises ``TierFullError`` when the volume has no room for it."""
     used = 0
     with env.begin() as txn:
+        meta = env.open_db(schema.META, txn, create=False)
+        schema.check_version(txn.get(schema.SCHEMA_KEY, db=meta), directory)
         for name in schema.DATABASES:
             stat = txn.stat(env.open_db(name, txn, create=False))
             used += stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]

@@ -216,13 +216,7 @@ class Environment:
         with self._lmdb.begin() as txn:
             version = txn.get(schema.SCHEMA_KEY, db=self.meta)
             head = txn.get(schema.HEAD_KEY, db=self.meta)
-        if version != str(schema.SCHEMA_VERSION).encode():
-            found = version.decode(errors="replace") if version else "none"
-            raise TierBrokenError(
-                f"{self.directory} has schema {found}, this program knows "
-                f"{schema.SCHEMA_VERSION}; use the program that made it, or another directory",
-                tier="disk",
-            )
+        schema.check_version(version, self.directory)
         self.index = self._lmdb.open_db(schema.INDEX, create=False)
         self.payload = self._lmdb.open_db(schema.PAYLOAD, create=False)
         self.children = self._lmdb.open_db(schema.CHILDREN, create=False, dupsort=True)

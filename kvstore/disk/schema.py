@@ -24,10 +24,13 @@ Does not know LMDB's pages, processes or files.
 import struct
 from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgpack
 import xxhash
+
+from kvstore.errors import TierBrokenError
 
 SCHEMA_VERSION = 1
 
@@ -51,6 +54,17 @@ PAGE_BYTES = 4096
 
 class SealError(Exception):
     """A value does not match its checksum, or its body is not what it should be."""
+
+
+def check_version(found: bytes | None, directory: Path) -> None:
+    """Raises ``TierBrokenError`` for another version than ours."""
+    if found != str(SCHEMA_VERSION).encode():
+        shown = found.decode(errors="replace") if found else "none"
+        raise TierBrokenError(
+            f"{directory} has schema {shown}, this program knows {SCHEMA_VERSION}; use the program "
+            "that made it, or another directory",
+            tier="disk",
+        )
 
 
 def checksum(data: Any) -> bytes:

@@ -269,10 +269,7 @@ class DiskStore:
         if self._can_write():
             gone = self._writer.evict(seen, with_pinned=with_pinned)
         if gone is None:
-            path = self._env.directory
-            holders = self._env.attachment.describe_holders()
-            why = self._env.reason or f"{holders} keeps the writer's lock, or the map is full"
-            raise TierBrokenError(f"{path} cannot be changed now: {why}", tier="disk")
+            raise self.refusal()
         return gone
 
     def clear(self, ancestor: bytes) -> Removal:
@@ -318,6 +315,18 @@ class DiskStore:
         self.close()
 
     # --- state ------------------------------------------------------------------------------------
+
+    def refusal(self) -> TierBrokenError:
+        """What to raise for a change that could not be made."""
+        path = self._env.directory
+        return TierBrokenError(f"{path} cannot be changed now: {self.why_not()}", tier="disk")
+
+    def why_not(self) -> str:
+        """After a change that could not be made: what is in the way."""
+        if self._changes.is_locked_out():
+            who = self._env.attachment.describe_holders()
+            return f"it is being written by {who}; try again, or end that"
+        return self._env.reason or self._changes.space.reason or "it is full"
 
     def _state(self) -> tuple[str, str | None]:
         env = self._env

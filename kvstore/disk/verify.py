@@ -46,6 +46,7 @@ def verify(
     counts what ``fix`` repaired: bad blocks become misses, derived entries are rebuilt, a file with
     a damaged structure is set aside. ``bad_blocks`` counts records without bytes at the end, kept
     for the blocks that continue them: each is a miss, and is computed anew when it is asked for.
+    ``obstacle`` says why ``fix`` could not be done now, None when it could.
     ``progress(done, total)`` is called now and then, in blocks.
 
     Raises ``ConfigError`` for a path that is no cache, ``TierBrokenError`` when ``fix`` needs the
@@ -61,11 +62,14 @@ def verify(
     with reading(directory) as env:
         if env is not None:
             whole = _check(env, progress)
-    fixed = _repair(directory, whole) if fix and not whole.is_sound else 0
-    return _report(whole, fixed)
+    if not fix or whole.is_sound:
+        return _report(whole, 0)
+    obstacle = _repair(directory, whole)
+    fixed = len(whole.corrupt) + len(whole.orphans) if obstacle is None else 0
+    return _report(whole, fixed, obstacle)
 
 
-def _report(whole: "_Part", fixed: int) -> dict[str, Any]:
+def _report(whole: "_Part", fixed: int, obstacle: str | None = None) -> dict[str, Any]:
     return {
         "blocks_checked": whole.total.num_blocks,
         "bytes_checked": whole.num_bytes,
@@ -73,6 +77,7 @@ def _report(whole: "_Part", fixed: int) -> dict[str, Any]:
         "orphans": [key.hex() for key in whole.orphans[:_MAX_LISTED]],
         "bad_blocks": whole.total.num_bad,
         "fixed": fixed,
+        "obstacle": obstacle,
         "ok": whole.is_sound,
     }
 
@@ -323,9 +328,9 @@ class _Check:
             self._found(key, "payload without record")
 
 
-def _repair(directory: Path, whole: _Part) -> int:
-    """Bad payloads become misses; the rest is rebuilt. Returns how many findings that settles."""
+def _repair(directory: Path, whole: _Part) -> str | None:
+    """Bad payloads become misses, and the rest is rebuilt; why that cannot be done now, or None."""
     with open_for_change(directory, "verify") as store:
         is_done = store.repair(whole.bad_payloads, rebuild=whole.needs_rebuild)
         whole.total.num_bad = store.stats().bad_blocks
-    return len(whole.corrupt) + len(whole.orphans) if is_done else 0
+        return None if is_done else store.why_not()

@@ -83,6 +83,15 @@ def test_the_default_cache_directory_is_below_the_users(two_runs, run, home, mod
     assert run("verify", home / "cache").returncode == 0
 
 
+def test_what_an_engine_cached_can_be_carried_away(two_runs, run, home, tmp_path):
+    assert run("export", home / "cache", tmp_path / "file.kv").returncode == 0
+    assert run("import", tmp_path / "target", tmp_path / "file.kv").returncode == 0
+    summaries = [run("inspect", each, "--json") for each in (home / "cache", tmp_path / "target")]
+    before, after = (json.loads(summary.stdout)["namespaces"] for summary in summaries)
+    assert [each["id"] for each in after] == [each["id"] for each in before]
+    assert [each["tokens"] for each in after] == [each["tokens"] for each in before]
+
+
 def test_people_get_the_demo_models_answer_on_stdout_and_the_rest_on_stderr(kvstore, tmp_path):
     demo_model()  # so that fetching it says nothing below
     (tmp_path / "note.txt").write_text("The capital of France is Paris.")

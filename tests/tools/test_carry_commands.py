@@ -23,11 +23,12 @@ def payloads(cache) -> dict:
 def test_a_round_trip_carries_everything_and_twice_changes_nothing(run, cache, exported, tmp_path):
     target = tmp_path / "target"
     first = run("import", target, exported, "--disk-cache-size", "32MiB", "--json")
-    assert json.loads(first.stdout) == {"blocks": 10, "present": 0, "refused": 0, "evicted": 0}
+    nothing = {"blocks": 0, "present": 0, "refused": 0, "evicted": 0, "obstacle": None}
+    assert json.loads(first.stdout) == nothing | {"blocks": 10}
     assert payloads(target) == payloads(cache)
     before = (target / "data.mdb").read_bytes()
     again = run("import", target, exported, "--json")
-    assert json.loads(again.stdout) == {"blocks": 0, "present": 10, "refused": 0, "evicted": 0}
+    assert json.loads(again.stdout) == nothing | {"present": 10}
     assert payloads(target) == payloads(cache)
     assert len(before) == (target / "data.mdb").stat().st_size
     summaries = [json.loads(run("inspect", each, "--json").stdout) for each in (cache, target)]

@@ -1,12 +1,11 @@
 """``kvstore inspect`` and ``kvstore verify`` against a directory whose contents are known."""
 
 import json
-import sys
 from pathlib import Path
 
 import lmdb
-import pexpect
 import pytest
+from command_case import end_of, on_terminal
 
 from kvstore.block import BlockWrite
 from kvstore.disk import DiskStore
@@ -53,8 +52,8 @@ def flip_a_payload_byte(cache: Path) -> str:
     return key.hex()
 
 
-def test_inspect_prints_the_object_of_the_contract(kvstore, cache):
-    summary = json.loads(kvstore("inspect", cache, "--json").stdout)
+def test_inspect_prints_the_object_of_the_contract(run, cache):
+    summary = json.loads(run("inspect", cache, "--json").stdout)
     assert summary.keys() >= INSPECT_KEYS
     assert summary["path"] == str(cache)
     assert (summary["blocks"], summary["tokens"]) == (NUM_BLOCKS, 4 * NUM_BLOCKS)
@@ -66,8 +65,8 @@ def test_inspect_prints_the_object_of_the_contract(kvstore, cache):
     assert (namespace["blocks"], namespace["tokens"]) == (NUM_BLOCKS, 4 * NUM_BLOCKS)
 
 
-def test_inspect_tells_people_the_same(kvstore, cache):
-    result = kvstore("inspect", cache)
+def test_inspect_tells_people_the_same(run, cache):
+    result = run("inspect", cache)
     assert (result.returncode, result.stderr) == (0, "")
     assert "5 (20 tokens)" in result.stdout
     assert "64.0 MiB at most" in result.stdout
@@ -75,9 +74,9 @@ def test_inspect_tells_people_the_same(kvstore, cache):
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])
-def test_an_empty_directory_is_a_cache_without_blocks(kvstore, command, tmp_path):
+def test_an_empty_directory_is_a_cache_without_blocks(run, command, tmp_path):
     (tmp_path / "empty").mkdir()
-    result = kvstore(command, tmp_path / "empty", "--json")
+    result = run(command, tmp_path / "empty", "--json")
     assert result.returncode == 0
     found = json.loads(result.stdout)
     assert found["blocks" if command == "inspect" else "blocks_checked"] == 0
@@ -86,21 +85,22 @@ def test_an_empty_directory_is_a_cache_without_blocks(kvstore, command, tmp_path
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])
 @pytest.mark.parametrize("path", ["missing", "a file"])
-def test_what_is_no_directory_is_one_line_and_2(kvstore, command, path, tmp_path):
+def test_what_is_no_directory_is_one_line_and_2(run, command, path, tmp_path):
     (tmp_path / "a file").write_text("no cache")
-    result = kvstore(command, tmp_path / path)
+    result = run(command, tmp_path / path)
     assert (result.returncode, result.stdout) == (2, "")
     (line,) = result.stderr.splitlines()
     assert str(tmp_path / path) in line
 
 
-def test_verify_of_a_sound_cache_is_0(kvstore, cache):
-    result = kvstore("verify", cache, "--json")
+def test_verify_of_a_sound_cache_is_0(run, cache):
+    result = run("verify", cache, "--json")
     report = json.loads(result.stdout)
     assert result.returncode == 0
     assert report.keys() >= VERIFY_KEYS
     assert report | {"bytes_checked": None} == {
         "bad_blocks": 0,
+        "obstacle": None,
         "blocks_checked": NUM_BLOCKS,
         "bytes_checked": None,
         "corrupt": [],
@@ -111,27 +111,27 @@ def test_verify_of_a_sound_cache_is_0(kvstore, cache):
     assert report["bytes_checked"] >= NUM_BLOCKS * BLOCK_BYTES
 
 
-def test_verify_finds_a_flipped_byte_and_changes_nothing(kvstore, cache):
+def test_verify_finds_a_flipped_byte_and_changes_nothing(run, cache):
     key = flip_a_payload_byte(cache)
     for _ in range(2):
-        result = kvstore("verify", cache, "--json")
+        result = run("verify", cache, "--json")
         assert result.returncode == 1
         assert [found["key"] for found in json.loads(result.stdout)["corrupt"]] == [key]
 
 
-def test_verify_fix_drops_the_bad_block_and_is_still_1(kvstore, cache):
+def test_verify_fix_drops_the_bad_block_and_is_still_1(run, cache):
     flip_a_payload_byte(cache)
-    result = kvstore("verify", cache, "--fix", "--json")
+    result = run("verify", cache, "--fix", "--json")
     assert result.returncode == 1
     assert json.loads(result.stdout)["fixed"] == 1
-    after = kvstore("verify", cache, "--json")
+    after = run("verify", cache, "--json")
     assert (after.returncode, json.loads(after.stdout)["ok"]) == (0, True)
-    assert json.loads(kvstore("inspect", cache, "--json").stdout)["blocks"] == NUM_BLOCKS - 1
+    assert json.loads(run("inspect", cache, "--json").stdout)["blocks"] == NUM_BLOCKS - 1
 
 
-def test_verify_tells_people_what_to_do(kvstore, cache):
+def test_verify_tells_people_what_to_do(run, cache):
     key = flip_a_payload_byte(cache)
-    result = kvstore("verify", cache)
+    result = run("verify", cache)
     assert result.returncode == 1
     assert f"  {key}: " in result.stdout
     assert "--fix" in result.stdout
@@ -148,25 +148,50 @@ def test_both_work_beside_an_open_store(kvstore, cache):
 
 
 def test_verify_shows_progress_on_a_terminal_only(cache):
-    command = str(Path(sys.executable).with_name("kvstore"))
-    process = pexpect.spawn(command, ["verify", str(cache)], encoding="utf-8", timeout=60)
-    process.expect(pexpect.EOF)
-    process.close()
+    text = end_of(process := on_terminal("verify", cache))
     assert process.exitstatus == 0
-    assert "verifying" in process.before
-    assert f"checked     {NUM_BLOCKS} blocks" in process.before
+    assert "verifying" in text
+    assert f"checked     {NUM_BLOCKS} blocks" in text
 
 
-def test_a_pinned_document_is_shown_and_evicted_only_when_told_to(kvstore, cache):
+def test_verify_fix_says_what_it_did_and_nothing_raw(kvstore, cache):
+    """The store's log lines are for programs, and went to stderr as they are."""
+    with lmdb.open(str(cache), max_dbs=8, map_size=64 << 20) as env:
+        index = env.open_db(b"index", create=False)
+        with env.begin(write=True) as txn:
+            key, _ = next(iter(txn.cursor(db=index)))
+            txn.put(key, b"damaged", db=index)
+    result = kvstore("verify", cache, "--fix")
+    assert result.returncode == 1
+    assert "fixed       " in result.stdout
+    assert result.stderr == ""
+
+
+def test_what_fix_leaves_without_bytes_is_explained_and_is_no_finding(run, cache):
+    refs = chain_refs(chain_seed(namespace_id(IDENTITY)), encode_tokens(range(4 * NUM_BLOCKS)), 16)
+    with lmdb.open(str(cache), max_dbs=8, map_size=64 << 20) as env:
+        payloads = env.open_db(b"payload", create=False)
+        with env.begin(write=True) as txn:
+            txn.put(refs[1].key, b"wrong", db=payloads)
+    would = run("verify", cache, "--fix", "--dry-run")
+    assert (would.returncode, "would fix   1: " in would.stdout) == (1, True)
+    fixed = run("verify", cache, "--fix").stdout
+    assert "fixed       1; what was dropped is computed anew" in fixed
+    assert "waiting     1 blocks without bytes" in fixed
+    after = run("verify", cache, "--json")
+    assert (after.returncode, json.loads(after.stdout)["bad_blocks"]) == (0, 1)
+
+
+def test_a_pinned_document_is_shown_and_evicted_only_when_told_to(run, cache):
     with DiskStore.open(cache) as store:
         refs = chain_refs(
             chain_seed(namespace_id(IDENTITY)), encode_tokens(range(4 * NUM_BLOCKS)), 16
         )
         assert store.pin([ref.key for ref in refs]) == []
-    assert json.loads(kvstore("inspect", cache, "--json").stdout)["pinned_blocks"] == NUM_BLOCKS
-    assert f"pinned      {NUM_BLOCKS}" in kvstore("inspect", cache).stdout
-    kept = kvstore("evict", cache, "--namespace", "tiny", "--yes")
+    assert json.loads(run("inspect", cache, "--json").stdout)["pinned_blocks"] == NUM_BLOCKS
+    assert f"pinned      {NUM_BLOCKS}" in run("inspect", cache).stdout
+    kept = run("evict", cache, "--namespace", "tiny", "--yes")
     assert f"{NUM_BLOCKS} pinned blocks that were chosen stay" in kept.stdout
-    gone = kvstore("evict", cache, "--namespace", "tiny", "--with-pinned", "--yes", "--json")
+    gone = run("evict", cache, "--namespace", "tiny", "--with-pinned", "--yes", "--json")
     assert json.loads(gone.stdout)["blocks"] == NUM_BLOCKS
-    assert json.loads(kvstore("inspect", cache, "--json").stdout)["pinned_blocks"] == 0
+    assert json.loads(run("inspect", cache, "--json").stdout)["pinned_blocks"] == 0

@@ -35,7 +35,7 @@ from kvstore.disk.offline import (
     verify,
 )
 from kvstore.errors import ConfigError, CorruptBlockError, TierBrokenError, TierFullError
-from kvstore.hashing import encode_tokens
+from kvstore.hashing import chain_seed, encode_tokens
 
 
 def test_summary_tells_what_is_cached(directory: Path, blocks: Blocks) -> None:
@@ -111,6 +111,7 @@ def test_sound_cache_verifies(directory: Path, blocks: Blocks) -> None:
         "corrupt": [],
         "orphans": [],
         "bad_blocks": 0,
+        "obstacle": None,
         "fixed": 0,
         "ok": True,
     }
@@ -439,7 +440,13 @@ def test_export_carries_blocks_into_another_cache(
     assert stat.S_IMODE(exported.stat().st_mode) == 0o600
     target = tmp_path / "target"
     counts = import_documents(target, exported, capacity_bytes=8 << 20)
-    assert counts == {"blocks": 8, "present": 0, "refused": 0, "evicted": 0}
+    assert counts == {
+        "blocks": 8,
+        "present": 0,
+        "refused": 0,
+        "evicted": 0,
+        "obstacle": None,
+    }
     assert summarize(target)["namespaces"] == summarize(directory)["namespaces"]
     with DiskStore.open(target) as store:
         refs = blocks.chain(6, start=1)
@@ -517,7 +524,7 @@ def frame(header: dict, payload: bytes = b"") -> bytes:
 
 BLOCK_HEADER = {
     "kind": "block",
-    "parent": b"p" * 32,
+    "parent": chain_seed(b"n" * 32),
     "tokens": b"t" * 64,
     "depth": 0,
     "namespace": b"n" * 32,
@@ -533,6 +540,7 @@ BLOCK_HEADER = {
     "change",
     [
         {"parent": b"short"},
+        {"parent": b"p" * 32},
         {"tokens": "text"},
         {"depth": -1},
         {"depth": 1},
