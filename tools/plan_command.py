@@ -108,9 +108,10 @@ def _numbers(text: str) -> list[int]:
 def _hardware(settings: dict[str, Any]) -> HardwareProfile:
     model = settings["model"]
     if settings["measure"]:
-        from tools.plan_measure import measure
+        from engine.machine_profile import measure_machine
 
-        profile = measure(model or "demo")
+        say(f"measuring this machine with {model or 'demo'}")
+        profile = measure_machine(model or "demo")
     else:
         name = model or "llama-3.1-8b"
         shape = MODELS[name] if name in MODELS else read_model_shape(name)

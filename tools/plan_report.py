@@ -219,7 +219,11 @@ def _cells(outcome: Outcome | None, times: Any) -> list[str]:
         ]
     if times is None:
         return [*ratios, "-", "-", "-"]
-    return [*ratios, *(f"{each:.3g} s" for each in (times.median_s, times.p90_s, times.p99_s))]
+    return [*ratios, *map(_seconds, (times.median_s, times.p90_s, times.p99_s))]
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value < 1000 else f"{value:,.0f} s"
 
 
 def _ratio(value: float, error: float) -> str:
