@@ -1,15 +1,18 @@
 """A document that is read once and asked many questions."""
 
 import contextlib
-import datetime
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, overload
 
+from engine.document_prompt import DocumentPrompt
 from engine.outputs import RequestOutput
+from engine.progress import reading_bar
+from engine.request import Request
 from engine.sampling_params import SamplingParams
 from kvstore.block import TierName
-from kvstore.errors import ConfigError, StoreClosedError
+from kvstore.errors import ConfigError, KVStoreError, StoreClosedError
 from kvstore.hashing import encode_tokens
 from kvstore.lease import Lookup, Pin
 
@@ -17,47 +20,27 @@ if TYPE_CHECKING:
     from engine.llm import LLM
     from engine.sequence import CacheOptions
 
-# What a chat template that prints the day prints: with the real one, a document would be read anew
-# every day.
-_DATE = datetime.datetime(2024, 7, 26, tzinfo=datetime.UTC)
-
-_DOCUMENT, _QUESTION = "\ue000document\ue000", "\ue000question\ue000"  # private-use: in no text
+_LONGEST_PATH = 1024
+_TRANSFERS_S = 5.0  # that ``evict`` waits for transfers to end
 
 _DEFAULT_PARAMS = SamplingParams(temperature=0.0, max_tokens=128)
 
 
 class Document:
-    """Made by ``LLM.document``. Questions share the blocks of the text and of all before it.
+    """Made by ``LLM.document``. Questions share the blocks of the document and of all before it."""
 
-    The parts of a prompt, template, document and question, are tokenised apart and joined, so that
-    no token spans a border and the document's tokens do not depend on the question. Text that looks
-    like a special token is not read as one.
-    """
-
-    def __init__(self, llm: "LLM", text: str, cache: "CacheOptions") -> None:
-        if not text.strip():
-            raise ConfigError("the document is empty")
+    def __init__(self, llm: "LLM", prompt: DocumentPrompt, cache: "CacheOptions") -> None:
+        """Raises ``ConfigError`` for a document that is too long, with the tokens to cut."""
+        prompt.check_fits(llm.max_model_len)
         self.pinned: Pin | None = None  # what ``LLM.document(pin=True)`` holds
         self._llm = llm
+        self._prompt = prompt
         self._cache = cache
-        tokenizer = llm._reader.need_tokenizer("a document")
-        before, between, after = template_parts(tokenizer)
-        encode = llm._reader.encode
-        self._prefix = encode(before, is_template=True) + encode(text)
-        self._between = encode(between, is_template=True)
-        self._after = encode(after, is_template=True)
-        least = len(self._prefix) + len(self._between) + len(self._after) + 2
-        if least > llm.max_model_len:
-            raise ConfigError(
-                f"the document has {len(self._prefix)} tokens and the model's context is "
-                f"{llm.max_model_len}: cut at least {least - llm.max_model_len} tokens, or use a "
-                "model with a longer context"
-            )
 
     @property
     def num_tokens(self) -> int:
         """Tokens of the prefix that questions share, the template's included."""
-        return len(self._prefix)
+        return len(self._prompt.prefix)
 
     def prefill(self) -> None:
         """Read the document now. Returns at once when the device holds it."""
@@ -66,12 +49,12 @@ class Document:
             request = self._llm._requests.make(
                 None, whole, _DEFAULT_PARAMS, self._cache, prefill_only=True
             )
-            self._llm._run([request], show_progress=False)
+            self._run([request])
 
     def warm(self) -> None:
         """Start bringing what is cached of the document to the device, and return at once."""
         store = self._llm._core.store
-        tokens = encode_tokens(self._prefix)
+        tokens = encode_tokens(self._prompt.prefix)
         self._llm._core.call(lambda: store.prefetch_tokens(tokens, self._cache.salt))
 
     def pin(self, *, persist: bool = False, ttl: float | None = None) -> Pin:
@@ -127,19 +110,59 @@ class Document:
             )
             for each in questions
         ]
-        outputs = self._llm._run(requests, show_progress=False)
+        outputs = self._run(requests)
         return outputs[0] if isinstance(question, str) else outputs
 
     def prompt_token_ids(self, question: str) -> list[int]:
         """The whole prompt of one question."""
-        if not question.strip():
-            raise ConfigError("the question is empty")
-        return self._prefix + self._between + self._llm._reader.encode(question) + self._after
+        return self._prompt.ask(self._llm._reader, question)
 
     def residency(self) -> dict[str, int]:
         """Tokens of the document by the fastest tier that holds them now; the rest is in none."""
         size, lookup = self._llm.config.block_size, self._lookup()
         return {tier.value: size * lookup.sources.count(tier) for tier in TierName}
+
+    def evict(self) -> dict[str, int]:
+        """Forget the document, and what was said about it, in every tier: tokens freed, by tier.
+
+        What is in use or pinned stays, and so does what other documents share with it.
+        """
+        core, lookup = self._llm._core, self._lookup()
+        size = self._llm.config.block_size
+        rest = self._prompt.prefix[len(self._reusable) :] + self._prompt.between
+        beginning = encode_tokens(rest[:size])
+        outcomes: list[Mapping[TierName, int] | KVStoreError] = []
+        has_begun = False
+
+        def begin() -> None:
+            nonlocal has_begun
+            if not has_begun:
+                has_begun = True
+                core.store.forget(lookup, beginning, outcomes.append)
+
+        def begin_if_quiet() -> bool:
+            if core.store.num_pending == 0:
+                begin()
+            return has_begun
+
+        # What is just being copied or written counts as in use: better to wait for it.
+        if not core.wait_for(begin_if_quiet, _TRANSFERS_S):
+            core.call(begin)
+        core.wait_for(lambda: bool(outcomes))
+        if isinstance(outcomes[0], KVStoreError):
+            raise outcomes[0]
+        return {tier.value: size * outcomes[0].get(tier, 0) for tier in TierName}
+
+    def _run(self, requests: list[Request]) -> list[RequestOutput]:
+        """With a bar on a terminal while the first prompt is read, if that takes several steps."""
+        first = requests[0].sequences[0] if requests else None
+        is_long = self.num_tokens > self._llm.config.max_num_batched_tokens
+        if first is None or not is_long:
+            return self._llm._run(requests, show_progress=False)
+        with reading_bar(first.num_prompt) as show:
+            return self._llm._run(
+                requests, show_progress=False, meanwhile=lambda: show(first.num_computed)
+            )
 
     def _lookup(self) -> Lookup:
         """Where its reusable blocks are now, disk included; counts no hits."""
@@ -156,7 +179,17 @@ class Document:
     def _reusable(self) -> list[int]:
         """The tokens that whole blocks hold, as many as are reused together."""
         unit = self._llm._loaded.reuse_tokens
-        return self._prefix[: len(self._prefix) // unit * unit]
+        return self._prompt.prefix[: self.num_tokens // unit * unit]
+
+
+def names_a_file(text: str) -> bool:
+    """Whether a text, which a document's is, is also the path of a file: likely a mistake."""
+    if len(text) > _LONGEST_PATH or "\n" in text:
+        return False
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def read_document(path: os.PathLike[str]) -> str:
@@ -169,21 +202,3 @@ def read_document(path: os.PathLike[str]) -> str:
         ) from error
     except UnicodeDecodeError:
         raise ConfigError(f"document {path}: not UTF-8 text; convert it to plain text") from None
-
-
-def template_parts(tokenizer: Any) -> tuple[str, str, str]:
-    """Text before the document, between document and question, and after the question."""
-    if not getattr(tokenizer, "chat_template", None):
-        return tokenizer.bos_token or "", "\n\nQuestion: ", "\nAnswer:"
-    rendered: str = tokenizer.apply_chat_template(
-        [{"role": "user", "content": f"{_DOCUMENT}\n\n{_QUESTION}"}],
-        add_generation_prompt=True,
-        tokenize=False,
-        date_string=_DATE.strftime("%d %b %Y"),
-        strftime_now=_DATE.strftime,
-    )
-    before, _, rest = rendered.partition(_DOCUMENT)
-    between, _, after = rest.partition(_QUESTION)
-    if not (before or between) or rendered.count(_DOCUMENT) != 1:
-        raise ConfigError("the model's chat template does not print the user's message once")
-    return before, between, after

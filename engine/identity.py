@@ -52,6 +52,12 @@ class Checkpoint:
     loader: str = ""
     dtype: str | None = None
 
+    @property
+    def context_len(self) -> int | None:
+        """Positions that the model was trained for, None where the files do not say."""
+        found = _text_config(self.config).get("max_position_embeddings")
+        return found if isinstance(found, int) else None
+
 
 def read_checkpoint(source: ModelSource, *, trust_remote_code: bool = False) -> Checkpoint:
     """Reads what ``engine.weights`` reads. Raises ``ConfigError`` for files that are no model."""

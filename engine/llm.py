@@ -2,11 +2,12 @@
 
 import atexit
 import inspect
+import logging
 import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import as_completed
+from concurrent.futures import as_completed, wait
 from types import TracebackType
 from typing import Any, Literal, overload
 
@@ -17,10 +18,11 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 from engine.chunking import AsFits, WholeChunks
 from engine.config import EngineConfig
 from engine.core import CoreLimits, EngineCore
-from engine.document import Document, read_document
+from engine.document import Document, names_a_file, read_document
+from engine.document_prompt import DocumentPrompt
 from engine.explaining import explain_prompt
 from engine.generation import Generation
-from engine.model_loader import LoadedModel, load_model
+from engine.model_loader import BeforeWeights, LoadedModel, load_model
 from engine.outputs import RequestOutput
 from engine.parts import build_parts
 from engine.preflight import check_cache_place
@@ -38,7 +40,10 @@ from kvstore.explain import Explanation
 from kvstore.metrics import render
 from kvstore.stats import StoreStats
 
+logger = logging.getLogger(__name__)
+
 _EXIT_TIMEOUT_S = 30.0  # to write what is dirty when the interpreter ends without close()
+_GLANCE_S = 0.2  # between two looks at what is under way
 _open_engines: "weakref.WeakSet[LLM]" = weakref.WeakSet()
 
 
@@ -51,9 +56,18 @@ class LLM:
 
     Raises ``ConfigError`` for a setting, model or cache directory that cannot be used, in one line
     that says what to change.
+
+    ``before_weights`` is called with the tokenizer and the context length before the weights are
+    loaded and a cache directory is made; what it raises ends the constructor.
     """
 
-    def __init__(self, model: str = "demo", **settings: Any) -> None:
+    def __init__(
+        self,
+        model: str = "demo",
+        *,
+        before_weights: BeforeWeights | None = None,
+        **settings: Any,
+    ) -> None:
         self.config = EngineConfig.of(model=model, **settings)
         check_cache_place(self.config)
         self._loaded: LoadedModel = load_model(
@@ -68,6 +82,7 @@ class LLM:
             attention_backend=self.config.attention_backend,
             deterministic=self.config.deterministic,
             skip_tokenizer_init=self.config.skip_tokenizer_init,
+            before_weights=before_weights,
         )
         self.tokenizer = self._loaded.tokenizer
         self.max_model_len = self._loaded.max_model_len
@@ -195,7 +210,7 @@ class LLM:
 
     def document(
         self,
-        text_or_path: str | os.PathLike[str],
+        text_or_path: str | os.PathLike[str] | Sequence[Message],
         *,
         pin: bool = False,
         persist: bool = False,
@@ -205,17 +220,18 @@ class LLM:
         cache_priority: int = 0,
         cache_priority_ttl_s: float | None = None,
     ) -> Document:
-        """A document to ask questions about. A ``str`` is its text, a path the file that holds it.
+        """A document to ask questions about. A ``str`` is its text, a path the file that holds it,
+        messages a conversation to which each question is the user's next message.
 
         With ``prefill`` it is read now, unless the cache holds it, so that questions find it there;
         without, the first question reads it. With ``pin`` it is read and kept in memory until
         ``document.pinned.release()``; with ``persist`` or ``ttl`` (seconds) on disk, see
-        ``Document.pin``. Raises ``ConfigError`` when it is empty or longer than the
-        model's context.
+        ``Document.pin``. Raises ``ConfigError``, before anything is computed, when it is empty or
+        does not fit the model's context.
         """
-        text = text_or_path if isinstance(text_or_path, str) else read_document(text_or_path)
+        prompt = _document_prompt(self._reader, text_or_path)
         cache = CacheOptions.of(cache_salt, cache_priority, cache_priority_ttl_s)
-        document = Document(self, text, cache)
+        document = Document(self, prompt, cache)
         if pin or persist or ttl is not None:
             document.pinned = document.pin(persist=persist, ttl=ttl)
         elif prefill:
@@ -303,14 +319,23 @@ class LLM:
 
     # ---- for the other fronts of this package --------------------------------------------------
 
-    def _run(self, requests: Sequence[Request], *, show_progress: bool) -> list[RequestOutput]:
-        """Submit and wait. Any exception here aborts what is still running."""
+    def _run(
+        self,
+        requests: Sequence[Request],
+        *,
+        show_progress: bool,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Submit and wait, and call ``meanwhile`` a few times a second. Any exception here aborts
+        what is still running."""
         results = [request.result for request in requests]
         try:
             for request in requests:
                 self._core.submit(request)
             num_samples = sum(len(request.sequences) for request in requests)
             with answers_bar(num_samples, show_progress) as advance:
+                while meanwhile is not None and wait(results, _GLANCE_S).not_done:
+                    meanwhile()
                 for result in as_completed(results):
                     advance(result.result())
         except BaseException:
@@ -324,6 +349,20 @@ class LLM:
 
 
 LLM.__signature__ = inspect.signature(EngineConfig)  # type: ignore[attr-defined]
+
+
+def _document_prompt(
+    reader: PromptReader, document: str | os.PathLike[str] | Sequence[Message]
+) -> DocumentPrompt:
+    if isinstance(document, os.PathLike):
+        return DocumentPrompt.of_text(reader, read_document(document))
+    if not isinstance(document, str):
+        return DocumentPrompt.of_messages(reader, document)
+    if names_a_file(document):
+        logger.warning(
+            "the document is the text %r, not that file; pass a Path to read it", document
+        )
+    return DocumentPrompt.of_text(reader, document)
 
 
 def _tier_name(tier: str) -> TierName:

@@ -3,6 +3,7 @@
 Does not know where models come from (``engine.model_source``), nor how they are run.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -33,6 +34,9 @@ _LEAST_LEN = 8
 # What a model that does not say its context length is probed with, so that it is refused for what
 # it is and not for this.
 _PROBED_LEN = 2048
+
+
+BeforeWeights = Callable[[Any, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,7 @@ def load_model(
     attention_backend: str = "auto",
     deterministic: bool = False,
     skip_tokenizer_init: bool = False,
+    before_weights: BeforeWeights | None = None,
 ) -> LoadedModel:
     """Load, freeze, probe and identify a model.
 
@@ -106,6 +111,9 @@ def load_model(
     tokenizer      directory or hub id, if it is not the model's own
     attention_backend, deterministic
                    with what the model will run; the probe runs with the same kernels
+    before_weights
+                   called with the tokenizer and the context length, where the files say it, before
+                   the weights are loaded: what it raises saves that
 
     Raises ``ConfigError`` for a wrong setting, for what is not there or not a causal language
     model, and for what the probe refuses.
@@ -118,12 +126,16 @@ def load_model(
         loaded_tokenizer = (
             None if skip_tokenizer_init else _load_tokenizer(source, tokenizer, trust_remote_code)
         )
+        checkpoint = read_checkpoint(source, trust_remote_code=trust_remote_code)
+        context_len = max_model_len or checkpoint.context_len
+        if before_weights is not None and context_len is not None:
+            before_weights(loaded_tokenizer, context_len)
         network = _load_weights(source, dtype, trust_remote_code).to(torch_device)
         return prepare_model(
             network,
             loaded_tokenizer,
             name=source.name,
-            checkpoint=read_checkpoint(source, trust_remote_code=trust_remote_code),
+            checkpoint=checkpoint,
             block_size=block_size,
             max_model_len=max_model_len,
             attention_backend=attention_backend,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from engine.config import EngineConfig
-from engine.document import template_parts
+from engine.document_prompt import template_parts
 from engine.memory_budget import free_bytes_for_pool
 from engine.model_loader import LoadedModel
 from engine.model_runner import ModelRunner

@@ -39,11 +39,28 @@ def answers_bar(num_samples: int, is_wanted: bool) -> Iterator[Callable[[Request
 
 
 @contextlib.contextmanager
-def reading_bar(num_tokens: int, is_wanted: bool) -> Iterator[Callable[[int], None]]:
-    """A bar over the tokens of a prompt that is being read; yields what sets it to a count."""
-    if not (is_wanted and sys.stderr.isatty()):
+def reading_bar(num_tokens: int) -> Iterator[Callable[[int], None]]:
+    """A bar over the tokens of a prompt while it is read; yields what sets it to a count.
+
+    It appears with the first count and ends with the last token.
+    """
+    if not sys.stderr.isatty():
         yield lambda done: None
         return
-    bar = transformers.utils.logging.tqdm(total=num_tokens, desc="reading", unit=" tokens")
-    with bar:
-        yield lambda done: bar.update(done - bar.n)
+    bar = None
+
+    def show(done: int) -> None:
+        nonlocal bar
+        if bar is None and done < num_tokens:
+            bar = transformers.utils.logging.tqdm(total=num_tokens, desc="reading", unit=" tokens")
+        if bar is not None and done > bar.n:
+            bar.update(min(done, num_tokens) - bar.n)
+            if bar.n == num_tokens:
+                bar.close()
+
+    try:
+        yield show
+        show(num_tokens)
+    finally:
+        if bar is not None:
+            bar.close()

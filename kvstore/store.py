@@ -29,6 +29,7 @@ from kvstore.errors import ConfigError, KVStoreError, StoreClosedError
 from kvstore.event_file import EventFile
 from kvstore.events import EventLog
 from kvstore.eviction import Evictor
+from kvstore.forgetting import forget_in_memory
 from kvstore.hashing import chain_seed, salt_digest
 from kvstore.index import NONE, VALID, BlockIndex
 from kvstore.lease import Lease, Lookup, LookupState, Pin
@@ -437,6 +438,33 @@ class BlockStore:
             if not skipped and tier in (None, each):
                 self.events.cleared(each, digest)
         return skipped
+
+    def forget(
+        self,
+        lookup: Lookup,
+        beginning: bytes,
+        done: Callable[[Mapping[TierName, int] | KVStoreError], None],
+    ) -> None:
+        """Drop a sequence's blocks from every tier, and those that continue it with tokens that
+        begin so.
+
+        What is in use or pinned, and what other sequences continue, stays, and so does all that
+        leads to it. ``poll()`` calls ``done`` then, with the number of copies that went, by tier,
+        or with the reason why disk could not be changed.
+        """
+        self._check_open()
+        end = lookup.parent(len(lookup.keys))
+        dropped, kept = forget_in_memory(
+            self.index, self._evictor, self._pinning.held, lookup.keys, end, beginning
+        )
+        if self._disk is None:
+            done(dropped)
+            return
+
+        def finish(outcome: int | KVStoreError) -> None:
+            done({**dropped, TierName.DISK: outcome} if isinstance(outcome, int) else outcome)
+
+        self._transfer.forget(lookup.keys, end, beginning, kept, finish)
 
     def clear_disk(self, salt: str, done: Callable[[int], None]) -> None:
         """Drop this namespace's and salt's blocks from disk, except those that are pinned there.

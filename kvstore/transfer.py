@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -170,6 +170,17 @@ class TransferLoop:
     def clear(self, seed: bytes, done: Done[Removal]) -> None:
         assert self._disk is not None
         self._submit(self._disk.clear(seed), done)
+
+    def forget(
+        self,
+        keys: Sequence[bytes],
+        end: bytes,
+        beginning: bytes,
+        spared: Container[bytes],
+        done: Done[int],
+    ) -> None:
+        assert self._disk is not None
+        self._submit(self._disk.forget(keys, end, beginning, spared), done)
 
     def pin(self, keys: Sequence[bytes], ttl_s: float | None, done: Done[list[bytes]]) -> None:
         assert self._disk is not None

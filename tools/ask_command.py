@@ -39,9 +39,14 @@ def _answer(
 
     if sys.stderr.isatty():
         say(f"loading the model {settings['model']}")
+    from engine.document_prompt import DocumentPrompt
     from engine.llm import LLM
+    from engine.prompts import PromptReader
 
-    with LLM(**settings) as llm:
+    def check_document(tokenizer: Any, context_len: int) -> None:
+        DocumentPrompt.of_text(PromptReader(tokenizer), text).check_fits(context_len)
+
+    with LLM(**settings, before_weights=check_document) as llm:
         disk = llm.stats().tiers["disk"]
         if disk.state == "off" and settings.get("enable_prefix_caching", True):
             say(f"going on without the disk tier: {disk.reason}")

@@ -10,8 +10,9 @@ ones with ``FULL``, and ``stats()`` says why. Only when the environment is gone 
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from kvstore.disk import places, registry, schema
 from kvstore.disk.changes import Changes
 from kvstore.disk.codec import get_codec
 from kvstore.disk.environment import Environment, State
+from kvstore.disk.forget import own_blocks
 from kvstore.disk.ledger import Prepared
 from kvstore.disk.reader import Reader
 from kvstore.disk.schema import DiskEntry, Head, Record, SealError
@@ -32,6 +34,7 @@ from kvstore.disk.writer import Writer
 from kvstore.errors import KVStoreError, StoreClosedError, TierBrokenError
 
 _SHORT_WAIT_S = 0.5
+_FORGET_SLICE = 256  # blocks a transaction
 COMMAND_WAIT_S = 10.0  # for another writer, before a command says who keeps it waiting
 
 
@@ -275,6 +278,24 @@ class DiskStore:
     def clear(self, ancestor: bytes) -> Removal:
         """Drop every block below this key or seed, also those below bad ones, but no pinned one."""
         return self._writer.clear(ancestor) if self._can_write() else Removal(0, 0)
+
+    def forget(
+        self, keys: Sequence[bytes], end: bytes, beginning: bytes, spared: Container[bytes]
+    ) -> int:
+        """Drop the sequence ``keys``, root first, and what continues ``end``, its last key or the
+        seed, with tokens that begin so; how many blocks went.
+
+        What else continues them stays, as do pinned blocks, spared ones, and all that leads to
+        them. Raises ``TierBrokenError`` when nothing can be changed now.
+        """
+        if not self._can_write():
+            return 0
+        own = own_blocks(self._env, keys, end, beginning, spared)
+        count = 0
+        while some := list(islice(own, _FORGET_SLICE)):
+            gone = self.evict({key: record.order for key, record in some})
+            count += sum(key in gone and not record.is_bad for key, record in some)
+        return count
 
     def take_removed(self) -> list[tuple[bytes, bytes, bytes]]:
         """(namespace, salt, key) of blocks this store has evicted, removed or marked bad since the

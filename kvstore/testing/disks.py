@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Container, Sequence
 from dataclasses import dataclass, field
 from zlib import crc32
 
@@ -106,6 +106,23 @@ class MemoryDisk:
             len(kept) + sum(each.num_pinned for each in below),
         )
 
+    async def forget(
+        self, keys: Sequence[bytes], end: bytes, beginning: bytes, spared: Container[bytes]
+    ) -> int:
+        below = [ref for ref in await self.children(end) if ref.tokens.startswith(beginning)]
+        for ref in below:
+            below += await self.children(ref.key)
+        own = [ref.key for ref in below[::-1]]
+        own += [key for key in reversed(keys) if key in self.blocks]
+        gone = []
+        for key in own:
+            is_needed = key in spared or key in self.pinned()
+            if not is_needed and not await self.children(key):
+                del self.blocks[key]
+                gone.append(key)
+        self._watcher([RemovedBlock(*self._owners[key], key) for key in gone])
+        return len(gone)
+
     async def pin(self, keys: Sequence[bytes], ttl_s: float | None) -> list[bytes]:
         missing = [key for key in keys if key not in self.blocks or key not in self._checksums]
         if not missing:
@@ -205,6 +222,12 @@ class FaultyDisk:
     async def clear(self, seed: bytes) -> Removal:
         await self._pass(0)
         return await self.inner.clear(seed)
+
+    async def forget(
+        self, keys: Sequence[bytes], end: bytes, beginning: bytes, spared: Container[bytes]
+    ) -> int:
+        await self._pass(0)
+        return await self.inner.forget(keys, end, beginning, spared)
 
     async def pin(self, keys: Sequence[bytes], ttl_s: float | None) -> list[bytes]:
         await self._pass(0)

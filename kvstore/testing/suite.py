@@ -155,6 +155,33 @@ class TierSuite(ABC):
 
         self.run(tmp_path, body)
 
+    def test_forgetting_drops_what_only_one_sequence_needs(self, tmp_path: Path) -> None:
+        async def body(tier: DiskTier) -> None:
+            removed: list[RemovedBlock] = []
+            tier.watch_removals(removed.extend)
+            sequence = chain(1, 2, 3)
+            first, second = chain(1, 2, 3, 4, 5), chain(1, 2, 3, 6)
+            await self.write(tier, [*first, second[3]])
+            keys = [ref.key for ref in sequence]
+
+            async def forget(beginning: bytes, *spared: bytes) -> int:
+                return await tier.forget(keys, keys[-1], beginning, set(spared))
+
+            assert await forget(b"no such tokens") == 0  # something else continues it
+            assert await forget(first[3].tokens, first[3].key) == 1
+            assert len(await tier.probe(first)) == 4
+            assert await forget(first[3].tokens) == 1  # another continues it still
+            assert await tier.pin(keys[:2], None) == []
+            assert await forget(second[3].tokens[:4]) == 2
+            assert len(await tier.probe(sequence)) == 2
+            assert await tier.unpin(keys[1])
+            assert await forget(b"") == 2
+            assert await tier.probe(sequence) == []
+            assert [block.key for block in removed[:2]] == [first[4].key, first[3].key]
+            assert await tier.forget([], SEED, b"", set()) == 0
+
+        self.run(tmp_path, body)
+
     def test_a_pinned_sequence_survives_clearing_and_another_tier_releases_it(
         self, tmp_path: Path
     ) -> None:

@@ -8,7 +8,7 @@ The protocols are narrow on purpose: a wrapper that delays, limits or breaks a t
 same few methods.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -136,6 +136,14 @@ class DiskTier(Protocol):
 
     async def clear(self, seed: bytes) -> Removal:
         """Drop every block that descends from ``seed`` and is not pinned."""
+
+    async def forget(
+        self, keys: Sequence[bytes], end: bytes, beginning: bytes, spared: Container[bytes]
+    ) -> int:
+        """Drop a sequence, root first, and what continues ``end``, its last key or the seed, with
+        tokens that begin so, except what is spared or pinned, what else continues the sequence, and
+        what leads to either; how many went. Raises ``TierBrokenError`` when it cannot be written.
+        """
 
     async def pin(self, keys: Sequence[bytes], ttl_s: float | None) -> list[bytes]:
         """Keep a sequence, root first, from leaving to make room, for ``ttl_s`` seconds or until

@@ -1,7 +1,7 @@
 """The disk tier for the transfer loop: a ``DiskStore`` behind its named threads."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -52,6 +52,11 @@ class LmdbTier:
 
     async def clear(self, seed: bytes) -> Removal:
         return await self._change(self._disk.clear, seed)
+
+    async def forget(
+        self, keys: Sequence[bytes], end: bytes, beginning: bytes, spared: Container[bytes]
+    ) -> int:
+        return await self._change(self._disk.forget, keys, end, beginning, spared)
 
     async def pin(self, keys: Sequence[bytes], ttl_s: float | None) -> list[bytes]:
         return await self._change(lambda: self._disk.pin(keys, ttl_s=ttl_s))
