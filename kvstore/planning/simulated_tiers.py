@@ -7,7 +7,7 @@ that counts blocks instead of pages.
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Container, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from kvstore.block import BlockRef, BlockWrite, PutOutcome, Removal
@@ -138,6 +138,11 @@ class SimulatedDisk:
 
     async def clear(self, seed: bytes) -> Removal:
         raise NotImplementedError("a simulation never clears its disk")
+
+    async def forget(
+        self, keys: Sequence[bytes], end: bytes, beginning: bytes, spared: Container[bytes]
+    ) -> int:
+        raise NotImplementedError("a simulation forgets nothing")
 
     async def pin(self, keys: Sequence[bytes], ttl_s: float | None) -> list[bytes]:
         raise NotImplementedError("a simulation pins nothing")
