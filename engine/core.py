@@ -165,11 +165,10 @@ class EngineCore:
         if os.getpid() != self._pid:
             return  # a forked child: neither the thread nor what it holds is here
         with self._wake:
-            if self._is_closed:
-                return
-            self._closing = True
-            self._close_timeout = timeout
-            self._wake.notify_all()
+            if not self._is_closed:
+                self._closing = True
+                self._close_timeout = timeout
+                self._wake.notify_all()
         self._thread.join()
 
     @property
