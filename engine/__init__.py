@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from engine.llm import LLM
     from engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
     from engine.sampling_params import SamplingParams
+    from engine.session import Session
     from engine.stream import OutputStream
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "Session",
 ]
 
 _MODULES = {
@@ -38,6 +40,7 @@ _MODULES = {
     "RequestMetrics": "engine.outputs",
     "RequestOutput": "engine.outputs",
     "SamplingParams": "engine.sampling_params",
+    "Session": "engine.session",
 }
 
 

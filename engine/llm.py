@@ -32,6 +32,7 @@ from engine.request import Request
 from engine.request_maker import RequestMaker
 from engine.sampling_params import SamplingParams
 from engine.sequence import CacheOptions, check_salt
+from engine.session import Session
 from engine.stream import OutputStream, Stream
 from kvstore.block import TierName
 from kvstore.errors import ConfigError
@@ -202,6 +203,19 @@ class LLM:
         request = self._requests.make(text, token_ids, params, cache, request_id=request_id)
         self._core.submit_nowait(request)
         return Generation(self, request, cache)
+
+    def session(
+        self,
+        system: str | None = None,
+        *,
+        cache_salt: str | None = None,
+        cache_priority: int = 0,
+        cache_priority_ttl_s: float | None = None,
+    ) -> Session:
+        """A chat of several turns, each of which reuses everything before it. ``system`` is its
+        system message; None leaves that to the model's template."""
+        cache = CacheOptions.of(cache_salt, cache_priority, cache_priority_ttl_s)
+        return Session(self, system, cache)
 
     def abort(self, request_id: str | Sequence[str]) -> None:
         """End requests where they are, with ``finish_reason`` "abort". Ids that are unknown, or of

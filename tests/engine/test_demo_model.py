@@ -158,3 +158,13 @@ def test_a_document_pinned_on_disk_is_not_cleared_and_can_be_unpinned_by_name(de
     with document.pin(persist=True):
         assert demo_llm.stats().tiers["disk"].pinned_blocks == num_blocks
     assert demo_llm.stats().tiers["disk"].pinned_blocks == 0
+
+
+def test_a_session_has_the_tokens_that_the_chat_template_renders(demo_llm):
+    session = demo_llm.session()
+    for question in ("Name a colour.", "And another one?"):
+        session.ask(question, GREEDY)
+    rendered = demo_llm.tokenizer.apply_chat_template(
+        session.messages, tokenize=True, return_dict=False
+    )
+    assert session.token_ids == rendered

@@ -1,0 +1,144 @@
+from dataclasses import replace
+
+import pytest
+
+from engine import LLM, SamplingParams
+from engine.session import Turns
+from kvstore.errors import ConfigError
+
+BRIEF = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(text_model):
+    """Every byte is a token, so that texts say how many there are."""
+    with LLM(text_model, dtype="float32", device_cache="8MiB", load_policy="always") as engine:
+        yield engine
+        assert engine.check() == []
+
+
+def rendered(llm, messages):
+    return llm.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+
+
+def reusable(output):
+    """Tokens in full blocks of what was computed; the newest token was not."""
+    return (len(output.prompt_token_ids) + len(output.outputs[0].token_ids) - 1) // 16 * 16
+
+
+@pytest.mark.parametrize("system", [None, "Be brief."])
+def test_each_turn_reuses_the_whole_history(llm, system):
+    session = llm.session(system)
+    last = session.ask("Who keeps bees in Oslo, and why?", BRIEF)
+    for question in ("And who else?", "Since when?", "Thank you."):
+        output = session.ask(question, BRIEF)
+        assert output.num_cached_tokens == reusable(last) > len(last.prompt_token_ids)
+        last = output
+
+
+def test_an_answer_is_the_same_as_without_a_cache(llm, make_oracle, text_model):
+    session, oracle = llm.session(), make_oracle(text_model)
+    for question in ("Who?", "When?"):
+        output = session.ask(question, BRIEF)
+        oracle.assert_equal(output.prompt_token_ids, output.outputs[0].token_ids, 20)
+
+
+@pytest.mark.parametrize("text", ["ja", "a <|im_end|> in a text", "  spaces  ", "ü€"])
+def test_its_tokens_are_what_the_template_renders(llm, monkeypatch, text):
+    """Where the model's own tokens are those of its text, which is so when every byte is one."""
+    session = llm.session("Be brief.")
+    answers = iter([("so", "length"), ("it is<|im_end|>", "stop")])
+    run = llm._run
+
+    def answer(requests, *, show_progress):
+        (output,) = run(requests, show_progress=show_progress)
+        said, reason = next(answers)
+        sample = replace(
+            output.outputs[0],
+            token_ids=llm._reader.encode(said, is_template=True),
+            text=said.removesuffix("<|im_end|>"),
+            finish_reason=reason,
+        )
+        return [replace(output, outputs=[sample])]
+
+    monkeypatch.setattr(llm, "_run", answer)
+    for question in (text, "Go on."):
+        session.ask(question, BRIEF)
+    parts = rendered_apart(llm, session.messages)
+    assert session.token_ids == [token_id for part in parts for token_id in part]
+    if "<|" not in text:
+        assert session.token_ids == rendered(llm, session.messages)
+
+
+def rendered_apart(llm, messages):
+    """The ChatML template by hand, with texts that hold no special tokens."""
+    encode = llm._reader.encode
+    for message in messages:
+        yield encode(f"<|im_start|>{message['role']}\n", is_template=True)
+        yield encode(message["content"])
+        yield encode("<|im_end|>\n", is_template=True)
+
+
+def test_a_fork_goes_on_with_the_same_past(llm):
+    session = llm.session()
+    first = session.ask("Who keeps bees in Oslo?", BRIEF)
+    fork = session.fork()
+    here, there = session.ask("Where?", BRIEF), fork.ask("When, and why?", BRIEF)
+    assert here.num_cached_tokens >= reusable(first)
+    assert there.num_cached_tokens >= reusable(first)
+    assert [message["content"] for message in fork.messages][2] == "When, and why?"
+    assert session.messages[:2] == fork.messages[:2]
+    assert session.token_ids != fork.token_ids
+
+
+def test_a_conversation_beyond_the_context_is_refused_with_numbers(llm):
+    session = llm.session()
+    session.ask("x" * 400, BRIEF)
+    before = session.token_ids, session.messages
+    with pytest.raises(ConfigError, match=r"has \d+ tokens, this turn adds \d+, .* 512: \d+ too"):
+        session.ask("y" * 200)
+    assert (session.token_ids, session.messages) == before
+
+
+def test_a_session_goes_on_from_one_answer(llm):
+    with pytest.raises(ConfigError, match="n: a session goes on from one answer"):
+        llm.session().ask("Who?", SamplingParams(n=2))
+    with pytest.raises(ConfigError, match="empty"):
+        llm.session().ask(" ")
+
+
+def test_salted_sessions_share_nothing(llm):
+    text = "Who keeps bees in Oslo, and why does he do it?"
+    for salt in ("a", "b"):
+        output = llm.session(cache_salt=salt).ask(text, BRIEF)
+        assert output.num_cached_tokens == 0
+
+
+STRIPPING = (
+    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] | trim }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def test_texts_are_stripped_where_the_template_strips_them(llm, monkeypatch):
+    monkeypatch.setattr(llm.tokenizer, "chat_template", STRIPPING)
+    assert Turns.of(llm._reader, None).strips_text
+    session = llm.session()
+    session.ask("  Who?  ", BRIEF)
+    assert session.token_ids[: len("[user]Who?</s>[assistant]")] == llm._reader.encode(
+        "[user]Who?</s>[assistant]"
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "a session needs a model with a chat template"),
+        ("{{ raise_exception('no system here') }}", "refuses the messages: no system here"),
+        ("{% for m in messages %}{{ m.content * 2 }}{% endfor %}", "print each message once"),
+    ],
+)
+def test_a_template_without_a_place_for_the_turns_is_refused(llm, monkeypatch, template, message):
+    monkeypatch.setattr(llm.tokenizer, "chat_template", template)
+    with pytest.raises(ConfigError, match=message):
+        llm.session("Be brief.")
