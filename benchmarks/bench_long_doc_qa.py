@@ -107,7 +107,7 @@ def measure(arguments: Namespace) -> list[Record]:
                 seconds["plain"].append(took)
                 firsts["plain"] += [output.metrics.ttft_s for output in outputs]
                 for number, output in zip(group, outputs, strict=True):
-                    answers.expect(number, output)
+                    answers.expect(number, output.outputs[0])
                 took, outputs = ask(cached, group)
                 seconds["cached"].append(took)
                 firsts["cached"] += [output.metrics.ttft_s for output in outputs]

@@ -66,7 +66,7 @@ class Bench:
         document = llm.document(text, prefill=False)
         output = document.ask(workload.QUESTION, self.params)
         if llm is self.plain:
-            self.answers.expect(number, output)
+            self.answers.expect(number, output.outputs[0])
         else:
             self.answers.check(number, output.outputs[0].token_ids)
         return output

@@ -45,7 +45,7 @@ def measure(arguments: Namespace) -> list[Record]:
         samples: dict[str, list[float]] = {"without": [], "with": []}
         for number, prompt in enumerate(prompts):
             (expected,) = plain.generate([prompt], params, use_tqdm=False)
-            answers.expect(number, expected)
+            answers.expect(number, expected.outputs[0])
             (output,) = cached.generate([prompt], params, use_tqdm=False)
             answers.check(number, output.outputs[0].token_ids)
             assert output.num_cached_tokens == 0, "a prompt was not new"

@@ -65,9 +65,9 @@ class Answers:
         self.num_compared = 0
         self.num_ties = 0
 
-    def expect(self, name: Any, output: Any) -> None:
-        """``output`` is the uncached answer to the prompt called ``name``."""
-        self._expected[name] = output.outputs[0]
+    def expect(self, name: Any, answer: Any) -> None:
+        """``answer`` is a ``CompletionOutput`` of the uncached run for what is called ``name``."""
+        self._expected[name] = answer
 
     def knows(self, name: Any) -> bool:
         return name in self._expected

@@ -11,8 +11,7 @@ def answer(*token_ids, leads=()):
         {token: SimpleNamespace(logprob=-0.1), -1: SimpleNamespace(logprob=-0.1 - lead)}
         for token, lead in zip(token_ids, leads, strict=True)
     ]
-    output = SimpleNamespace(token_ids=list(token_ids), logprobs=logprobs)
-    return SimpleNamespace(outputs=[output])
+    return SimpleNamespace(token_ids=list(token_ids), logprobs=logprobs)
 
 
 def test_documents_are_reproducible_and_share_no_prefix():
