@@ -1,6 +1,7 @@
 """Multi-turn chat: each turn's prompt is the whole conversation, the model's own answers included.
 
-With sharing a turn computes what is new since the last one; without, everything again.
+With sharing a turn computes what is new since the last one; without, everything again. In float32
+by default: an answer that parts at a tie changes every later prompt.
 """
 
 from argparse import Namespace
@@ -9,7 +10,12 @@ import sharing
 import workload
 from harness import Record, main
 
-OPTIONS = sharing.OPTIONS | {"turns": 6, "turn_tokens": 120, "output_tokens": 24}
+OPTIONS = sharing.OPTIONS | {
+    "dtype": "float32",
+    "turns": 6,
+    "turn_tokens": 120,
+    "output_tokens": 24,
+}
 
 
 def measure(arguments: Namespace) -> list[Record]:

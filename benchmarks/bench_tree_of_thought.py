@@ -1,7 +1,8 @@
 """Tree of thought: every thought is continued in several directions, each of which is kept.
 
 With sharing a branch is a fork that has its ancestors' blocks; without, a request that reads all
-that lies above it again.
+that lies above it again. In float32 by default: an answer that parts at a tie changes every prompt
+below it.
 """
 
 from argparse import Namespace
@@ -10,7 +11,13 @@ import sharing
 import workload
 from harness import Record, main
 
-OPTIONS = sharing.OPTIONS | {"root_tokens": 400, "breadth": 3, "depth": 2, "thought_tokens": 16}
+OPTIONS = sharing.OPTIONS | {
+    "dtype": "float32",
+    "root_tokens": 400,
+    "breadth": 3,
+    "depth": 2,
+    "thought_tokens": 16,
+}
 
 
 def measure(arguments: Namespace) -> list[Record]:

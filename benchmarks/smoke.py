@@ -88,6 +88,22 @@ TOYS = {
         {"runs": 1, "tokens": "256", "mb_per_s": "256"}, {"auto": ("at most", 1.3)}
     ),
     "codec": Toy({"runs": 1, "words": 150}, {"restart ttft": ("at most", 3.0)}),
+    "few-shot": Toy(
+        {"runs": 1, "example_tokens": 200, "questions": 4, "output_tokens": 2},
+        {"4 questions": ("at most", 0.6)},
+    ),
+    "self-consistency": Toy(
+        {"runs": 1, "prompt_tokens": 100, "samples": 4, "output_tokens": 2},
+        {"4 samples": ("at most", 0.6)},
+    ),
+    "multi-turn": Toy(
+        {"runs": 1, "turns": 3, "turn_tokens": 100, "output_tokens": 2},
+        {"3 turns": ("at most", 0.8)},
+    ),
+    "tree-of-thought": Toy(
+        {"runs": 1, "root_tokens": 100, "breadth": 2, "depth": 2, "thought_tokens": 4},
+        {"breadth 2, depth 2": ("at most", 0.7)},
+    ),
     "restart": Toy(
         {"runs": 1, "document_tokens": 300, "ends": "killed"}, {"killed": ("at most", 0.4)}
     ),
