@@ -220,6 +220,7 @@ class EngineCore:
                 on_start=lambda each: self._backlog.start(self._requests[each.request_id]),
             )
             self.store.cost.chunk_tokens = self._limits.max_num_batched_tokens
+            self.store.publisher.also = self.scheduler.counts
             self._meter = StepMeter(
                 self.store.cost, is_device_awaited=isinstance(self.store.device, HostPool)
             )

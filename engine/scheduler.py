@@ -92,6 +92,15 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.promoting or self.running or self.paused)
 
+    def counts(self) -> dict[str, int]:
+        """Sequences by where they stand."""
+        return {
+            "waiting": len(self.waiting),
+            "promoting": len(self.promoting),
+            "running": len(self.running),
+            "num_preemptions": self.num_preemptions,
+        }
+
     def add(self, sequence: Sequence) -> None:
         sequence.times.queued_at = self._clock()
         self._queue(sequence)

@@ -39,6 +39,7 @@ from kvstore.pinning import Pinning
 from kvstore.policy import VictimPolicy
 from kvstore.prefetch import Prefetcher
 from kvstore.promotion import Promoter
+from kvstore.publication import Publisher
 from kvstore.reporting import Reporter
 from kvstore.self_measurement import SelfMeasurement
 from kvstore.stats import StoreStats
@@ -67,6 +68,7 @@ class BlockStore:
     transfer_loop what moves the blocks; a simulation puts one here that moves none
 
     ``events`` is where to subscribe to what happens to blocks; ``poll()`` hands it over.
+    ``publisher`` lets other processes read how the store is doing.
     """
 
     def __init__(
@@ -194,6 +196,9 @@ class BlockStore:
             self.events,
         )
         self._prefetcher = Prefetcher(self.index, self._matcher, self._leasing, self._transfer)
+        self.publisher = Publisher(namespace, self.stats, self._transfer.publish, clock)
+        if disk is None:
+            self.publisher.stop()
 
     # ---- the life of a request -----------------------------------------------------------------
 
@@ -367,6 +372,7 @@ class BlockStore:
         self._pinning.pump()
         self._write_behind.pump()
         self._evictor.pump()
+        self.publisher.pump()
         self.events.flush()
         return count
 
@@ -575,6 +581,7 @@ class BlockStore:
         self._disk_off = str(error)
         self._disk = None
         self._write_behind.stop()
+        self.publisher.stop()
         self.events.cleared(TierName.DISK)
 
     # ---- waiting -------------------------------------------------------------------------------

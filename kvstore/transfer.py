@@ -13,8 +13,16 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Container, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Container,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -166,6 +174,16 @@ class TransferLoop:
     def touch(self, keys: Sequence[bytes]) -> None:
         assert self._disk is not None
         self._submit(self._disk.touch(keys), _ignore)
+
+    def publish(self, snapshot: Mapping[str, Any]) -> None:
+        """Let other processes read it. Not a transfer: nobody waits for it."""
+        if self._disk is not None and not self._closing:
+            asyncio.run_coroutine_threadsafe(self._publish(self._disk, snapshot), self._loop)
+
+    @staticmethod
+    async def _publish(disk: DiskTier, snapshot: Mapping[str, Any]) -> None:
+        with suppress(KVStoreError, OSError):  # closed or gone: others see that, too
+            await disk.publish(snapshot)
 
     def clear(self, seed: bytes, done: Done[Removal]) -> None:
         assert self._disk is not None

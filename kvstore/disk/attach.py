@@ -5,6 +5,7 @@
     slot 0   header: boot of the last unsynced writer, vanished holders in a row, a suspicion
     slot 1…  one holder: pid, boot id, pid namespace, role; then a mark for each of its threads,
              "!" while that is inside liblmdb, "." otherwise
+    behind   what each holder publishes of itself: a checksum, a length, and so many bytes
 
 A holder keeps up to three kernel locks on it, which all end with the process, however it ends:
 ``flock(LOCK_SH)`` on the file (``LOCK_EX`` to compact, check or set aside); a record lock on its
@@ -23,6 +24,7 @@ import mmap
 import os
 import struct
 import time
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,9 @@ NUM_MARKS = 48
 _MAX_SUSPICION = 24  # a label, not a message: the slot is small
 _MARKS = SLOT_BYTES - NUM_MARKS - 1
 _WRITER_LOCK = 1 << 40  # a byte no slot reaches
+_PUBLISHED = SLOT_BYTES * NUM_SLOTS  # where what is published begins; holes take no room
+MAX_PUBLISHED_BYTES = (16 << 10) - 8
+_PUBLISHED_HEAD = struct.Struct("<II")  # crc32 of the bytes, their number
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, pid
 INSIDE, OUTSIDE = ord("!"), ord(".")
 
@@ -74,6 +79,7 @@ class Holder:
     namespace: str
     role: str
     was_inside: bool  # inside liblmdb: it died there, if it vanished
+    since: float | None = None  # seconds since 1970
 
     def __str__(self) -> str:
         elsewhere = "" if self.namespace == pid_namespace() else " of another container"
@@ -199,9 +205,37 @@ class Attachment:
                 str(fields.get("pidns", "")),
                 str(fields.get("role", "unknown")),
                 was_inside,
+                fields.get("since"),
             )
             found.append((holder, self._is_locked(slot * SLOT_BYTES)))
         return found
+
+    # --- what holders say of themselves -----------------------------------------------------------
+
+    def publish(self, body: bytes) -> None:
+        """Let others read ``body``, at most ``MAX_PUBLISHED_BYTES``, while we hold a slot.
+
+        In place, without fsync: a reader that meets half of it notices, and reads again.
+        """
+        if self._slot is None or self._fd is None or len(body) > MAX_PUBLISHED_BYTES:
+            return
+        head = _PUBLISHED_HEAD.pack(zlib.crc32(body), len(body))
+        os.pwrite(self._fd, head + body, self._published_at(self._slot))
+
+    def published(self, holder: Holder) -> bytes | None:
+        """What a holder lets others read; None for nothing, and while it is being written."""
+        assert self._fd is not None
+        at = self._published_at(holder.slot)
+        raw = os.pread(self._fd, _PUBLISHED_HEAD.size + MAX_PUBLISHED_BYTES, at)
+        if len(raw) < _PUBLISHED_HEAD.size:
+            return None
+        checksum, length = _PUBLISHED_HEAD.unpack_from(raw)
+        body = raw[_PUBLISHED_HEAD.size :][:length]
+        return body if length and zlib.crc32(body) == checksum else None
+
+    @staticmethod
+    def _published_at(slot: int) -> int:
+        return _PUBLISHED + slot * (MAX_PUBLISHED_BYTES + _PUBLISHED_HEAD.size)
 
     # --- header ---------------------------------------------------------------------------------
 
@@ -267,6 +301,9 @@ class Attachment:
     def _clear_slot(self, slot: int) -> None:
         assert self._fd is not None
         os.pwrite(self._fd, bytes(SLOT_BYTES), slot * SLOT_BYTES)
+        at = self._published_at(slot)
+        if os.fstat(self._fd).st_size > at:
+            os.pwrite(self._fd, bytes(_PUBLISHED_HEAD.size), at)
 
     def _lock(self, start: int, length: int, kind: int = fcntl.F_WRLCK) -> bool:
         assert self._fd is not None

@@ -10,11 +10,12 @@ Does not know blocks.
 """
 
 import contextlib
+import json
 import logging
 import os
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import Any, NoReturn
 import lmdb
 
 from kvstore.disk import departures, schema, startup
-from kvstore.disk.attach import Attachment, Header, boot_id
+from kvstore.disk.attach import MAX_PUBLISHED_BYTES, Attachment, Header, boot_id
 from kvstore.disk.gate import Gate
 from kvstore.disk.schema import Head, SealError, Usage
 from kvstore.disk.structure import DATA_FILE
@@ -76,6 +77,8 @@ class Environment:
         self._gate = Gate()
         self.writer_lock = WriterLock()
         self._reopening = threading.Lock()
+        self._publishing = threading.Lock()
+        self._published: dict[int, Mapping[str, Any]] = {}
         self._lmdb: Any = None
         self._identity: tuple[int, int] | None = None
         self._is_marked_unsynced = False
@@ -403,6 +406,19 @@ class Environment:
                     os.truncate(self.data_file, end)
             finally:
                 self.writer_lock.release()
+
+    def publish(self, user: int, snapshot: Mapping[str, Any] | None) -> None:
+        """Let others read what a user of this environment says of itself; None for no more.
+
+        Any thread. What does not fit is left out.
+        """
+        with self._publishing:
+            self._published.pop(user, None)
+            if snapshot is not None:
+                self._published[user] = snapshot
+            body = json.dumps(list(self._published.values())).encode()
+            if self._state is State.OK and len(body) <= MAX_PUBLISHED_BYTES:
+                self.attachment.publish(body)
 
     def sync(self) -> None:
         """fsync the file."""

@@ -190,6 +190,11 @@ class DiskStore:
             reason=reason,
         )
 
+    def publish(self, snapshot: Mapping[str, Any]) -> None:
+        """Let ``kvstore inspect --watch`` read this until the store is closed. JSON, a few KB."""
+        if not self._is_closed:
+            self._env.publish(id(self), snapshot)
+
     def namespaces(self) -> dict[bytes, dict[str, Any]]:
         """The registered namespaces and what they are."""
         with self._env.read() as txn:
@@ -326,6 +331,7 @@ class DiskStore:
         if self._can_write():
             self._writer.tidy(wait_s=_SHORT_WAIT_S)
         self.stats()
+        self._env.publish(id(self), None)
         self._is_closed = True
         registry.release(self._env)
 

@@ -22,12 +22,14 @@ class Visit(NamedTuple):
 
     record_bytes  of the record as stored
     is_leaving    the second time: all that continues the block has been visited
+    num_children  blocks that continue it directly; a walk counts them
     """
 
     key: bytes
     record: Record
     record_bytes: int
     is_leaving: bool
+    num_children: int = 0
 
 
 @dataclass(slots=True)
@@ -74,7 +76,7 @@ class _Walk:
             if self._levels:
                 self._step(txn, cursor, visits)
             elif self._start is not None:
-                self._enter(txn, self._start, visits, is_root=False)
+                self._enter(txn, cursor, self._start, visits, is_root=False)
                 self._start, self._seed = None, _AFTER_ALL
             elif not self._next_seed(txn, cursor):
                 self.is_done = True
@@ -88,13 +90,15 @@ class _Walk:
         level = self._levels[-1]
         if cursor.set_range_dup(level.parent, level.last + b"\0"):
             level.last = bytes(cursor.value())
-            self._enter(txn, level.last, visits, is_root=level.block is None)
+            self._enter(txn, cursor, level.last, visits, is_root=level.block is None)
         else:
             self._levels.pop()
             if level.block is not None:
                 visits.append(level.block._replace(is_leaving=True))
 
-    def _enter(self, txn: Any, key: bytes, visits: list[Visit], *, is_root: bool) -> None:
+    def _enter(
+        self, txn: Any, cursor: Any, key: bytes, visits: list[Visit], *, is_root: bool
+    ) -> None:
         value = txn.get(key, db=self._env.index)
         try:
             record = schema.decode_record(key, value or b"")
@@ -103,7 +107,8 @@ class _Walk:
         # what continues a block is of its namespace
         if is_root and self._namespaces is not None and record.namespace not in self._namespaces:
             return
-        visit = Visit(key, record, len(value), is_leaving=False)
+        num_children = cursor.count() if cursor.set_key(key) else 0
+        visit = Visit(key, record, len(value), is_leaving=False, num_children=num_children)
         visits.append(visit)
         self._levels.append(_Level(key, visit))
 

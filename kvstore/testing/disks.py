@@ -3,8 +3,9 @@
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Container, Sequence
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from zlib import crc32
 
 from kvstore.block import BlockRef, BlockWrite, PutOutcome, Removal
@@ -33,6 +34,7 @@ class MemoryDisk:
     pins: dict[bytes, float] = field(default_factory=dict)  # last block of each: its end
     clock: Callable[[], float] = time.time
     is_closed: bool = False
+    published: Mapping[str, Any] = field(default_factory=dict)
     _checksums: dict[bytes, int] = field(default_factory=dict)
     _owners: dict[bytes, tuple[bytes, bytes]] = field(default_factory=dict)  # namespace, salt
     _watcher: Callable[[Sequence[RemovedBlock]], None] = lambda removed: None
@@ -165,6 +167,9 @@ class MemoryDisk:
             reason=None,
         )
 
+    async def publish(self, snapshot: Mapping[str, Any]) -> None:
+        self.published = snapshot
+
     async def aclose(self) -> None:
         self.is_closed = True
 
@@ -242,6 +247,9 @@ class FaultyDisk:
 
     def stats(self) -> DiskStats:
         return self.inner.stats()
+
+    async def publish(self, snapshot: Mapping[str, Any]) -> None:
+        await self.inner.publish(snapshot)
 
     async def aclose(self) -> None:
         await self.inner.aclose()

@@ -8,7 +8,7 @@ The protocols are narrow on purpose: a wrapper that delays, limits or breaks a t
 same few methods.
 """
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -161,5 +161,8 @@ class DiskTier(Protocol):
         loop's thread, before the operation returns and after those before it have."""
 
     def stats(self) -> DiskStats: ...
+
+    async def publish(self, snapshot: Mapping[str, Any]) -> None:
+        """Let other processes read how this one is doing."""
 
     async def aclose(self) -> None: ...

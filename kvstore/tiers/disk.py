@@ -1,9 +1,9 @@
 """The disk tier for the transfer loop: a ``DiskStore`` behind its named threads."""
 
 import asyncio
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvstore.block import BlockRef, BlockWrite, PutOutcome, Removal
 from kvstore.disk import DiskEntry, DiskStats, DiskStore
@@ -70,6 +70,9 @@ class LmdbTier:
 
     def stats(self) -> DiskStats:
         return self._disk.stats()
+
+    async def publish(self, snapshot: Mapping[str, Any]) -> None:
+        await self._run(self._readers, self._disk.publish, snapshot)
 
     async def aclose(self) -> None:
         """Waits for what is under way, then closes the environment."""
