@@ -1,55 +1,165 @@
 """``kvstore inspect DIR``: what is in a cache directory, beside a running engine or without one."""
 
 import json
+import time
 from typing import Any
 
 import click
 
 from tools.command import JSON_OPTION, Command
-from tools.sizes import format_bytes
+from tools.parameters import directory_argument, namespace_option
+from tools.sizes import format_age, format_bytes
+from tools.text import Reader, escape
 
 
-def _inspect(directory: str, as_json: bool) -> int:
-    from kvstore.disk.offline import summarize
+def _inspect(
+    directory: str,
+    is_tree: bool,
+    is_documents: bool,
+    block: str | None,
+    is_watch: bool,
+    namespace: str | None,
+    tokenizer: str | None,
+    interval: float,
+    count: int | None,
+    as_json: bool,
+) -> int:
+    if is_tree + is_documents + is_watch + (block is not None) > 1:
+        raise click.UsageError("--tree, --documents, --block and --watch are one at a time")
+    if not is_watch and count is not None:
+        raise click.UsageError("--count goes with --watch")
+    if is_watch:
+        from tools.inspect_watch import watch
 
-    summary = summarize(directory)
-    click.echo(json.dumps(summary, indent=2) if as_json else _describe(summary))
+        return watch(directory, interval=interval, count=count, as_json=as_json)
+    if is_tree or is_documents or block is not None:
+        from tools import inspect_views as views
+
+        reader = Reader(tokenizer)
+        if block is not None:
+            return views.show_block(directory, block, reader, as_json=as_json)
+        show = views.show_tree if is_tree else views.show_documents
+        return show(directory, namespace, reader, as_json=as_json)
+    from kvstore.disk.look import survey
+
+    found = survey(directory)
+    click.echo(json.dumps(found, indent=2) if as_json else _describe(found))
     return 0
 
 
-def _describe(summary: dict[str, Any]) -> str:
+def _describe(found: dict[str, Any]) -> str:
     lines = [
-        f"cache       {summary['path']}",
-        f"size        {format_bytes(summary['file_bytes'])} on disk, "
-        f"{format_bytes(summary['used_bytes'])} in use, "
-        f"{format_bytes(summary['capacity_bytes'])} at most",
-        f"blocks      {summary['blocks']:,} ({summary['tokens']:,} tokens)",
+        f"cache       {found['path']}",
+        f"size        {format_bytes(found['file_bytes'])} on disk, "
+        f"{format_bytes(found['used_bytes'])} in use, "
+        f"{format_bytes(found['capacity_bytes'])} at most",
+        f"blocks      {found['blocks']:,} ({found['tokens']:,} tokens)",
     ]
-    if summary["pinned_blocks"]:
-        lines.append(f"pinned      {summary['pinned_blocks']:,} (not evicted to make room)")
-    if summary["bad_blocks"]:
-        lines.append(f"bad blocks  {summary['bad_blocks']:,} (computed anew when asked for)")
-    for namespace in summary["namespaces"]:
-        shown = {name: "?" if value is None else value for name, value in namespace.items()}
+    if pages := found["pages"]:
+        total = pages["live"] + pages["free"]
+        lines.append(
+            f"pages       {pages['live'] / total:.0%} live, {pages['free'] / total:.0%} free "
+            f"({format_bytes(pages['free'] * pages['page_bytes'])} to be used again)"
+        )
+    if found["pinned_blocks"]:
+        lines.append(f"pinned      {found['pinned_blocks']:,} (not evicted to make room)")
+    if found["bad_blocks"]:
+        lines.append(f"bad blocks  {found['bad_blocks']:,} (computed anew when asked for)")
+    for each in found["attached"]:
+        since = f" for {_age(each['since'])}" if each["since"] else ""
+        lines.append(f"attached    {each['holder']}{since}")
+    for namespace in found["namespaces"]:
+        lines += _describe_namespace(namespace)
+    num_all = found["blocks"] + found["bad_blocks"]
+    if found["surveyed_blocks"] < num_all:
         lines += [
             "",
-            f"model       {shown['model']} ({namespace['id'][:12]})",
-            f"  format    {shown['dtype']}, {shown['block_size']} tokens a block, "
-            f"{shown['num_layers']} layers, {shown['num_kv_heads']} heads of {shown['head_dim']}",
-            f"  blocks    {namespace['blocks']:,} ({namespace['tokens']:,} tokens), "
-            f"{format_bytes(namespace['bytes'])}",
+            f"Codecs and uses are those of {found['surveyed_blocks']:,} blocks, a sample.",
         ]
     return "\n".join(lines)
+
+
+def _describe_namespace(namespace: dict[str, Any]) -> list[str]:
+    shown = {
+        name: "?" if value is None else escape(str(value)) for name, value in namespace.items()
+    }
+    lines = [
+        "",
+        f"model       {shown['model']} ({namespace['id'][:12]})",
+        f"  format    {shown['dtype']}, {shown['block_size']} tokens a block, "
+        f"{shown['num_layers']} layers, {shown['num_kv_heads']} heads of {shown['head_dim']}",
+        f"  blocks    {namespace['blocks']:,} ({namespace['tokens']:,} tokens), "
+        f"{format_bytes(namespace['bytes'])}",
+    ]
+    if namespace["oldest_use"] is not None:
+        newest, oldest = _age(namespace["newest_use"]), _age(namespace["oldest_use"])
+        codecs = ", ".join(f"{name} {count:,}" for name, count in namespace["codecs"].items())
+        lines += [
+            f"  codecs    {escape(codecs) or 'none'}",
+            f"  uses      {namespace['hits']:,} recorded; the latest {newest} ago, of the block "
+            f"unused for longest {oldest} ago",
+        ]
+    return lines
+
+
+def _age(moment: float) -> str:
+    return format_age(max(time.time() - moment, 0.0))
 
 
 inspect = Command(
     name="inspect",
     callback=_inspect,
-    help="Show what is in a cache directory: sizes, blocks, and which models they belong to. "
+    help="Show what is in a cache directory: sizes, blocks, and which models they belong to; or "
+    "the tree of prompts, one line per document, one block in full, or how engines are doing. "
     "Opens it read-only; an engine may be using it.",
     examples=(
         "kvstore inspect ~/.cache/kvstore/cache",
-        "kvstore inspect --json ~/.cache/kvstore/cache | jq .blocks",
+        "kvstore inspect --tree ~/.cache/kvstore/cache",
     ),
-    params=[click.Argument(["directory"], metavar="DIR"), JSON_OPTION],
+    params=[directory_argument(), JSON_OPTION],
+    sections={
+        "Views": [
+            click.Option(
+                ["--tree", "is_tree"],
+                is_flag=True,
+                help="The tree of prompts: a line for each run of blocks that does not fork.",
+            ),
+            click.Option(
+                ["--documents", "is_documents"],
+                is_flag=True,
+                help="A line for each prompt that nothing continues.",
+            ),
+            click.Option(
+                ["--block"], metavar="KEY", help="One block in full; the beginning of its key."
+            ),
+            click.Option(
+                ["--watch", "is_watch"],
+                is_flag=True,
+                help="What engines are doing; off a terminal a line a second, or --json objects.",
+            ),
+        ],
+        "Of the views": [
+            namespace_option("Prompts"),
+            click.Option(
+                ["--tokenizer"],
+                metavar="PATH",
+                help="A tokenizer.json, or a directory with one, to show texts with.  "
+                "[default: what the engine has left in the cache]",
+            ),
+            click.Option(
+                ["--interval"],
+                type=click.FloatRange(min=0.1),
+                default=1.0,
+                show_default=True,
+                metavar="S",
+                help="Seconds between two looks of --watch.",
+            ),
+            click.Option(
+                ["--count"],
+                type=click.IntRange(min=1),
+                metavar="N",
+                help="End --watch after so many.",
+            ),
+        ],
+    },
 )

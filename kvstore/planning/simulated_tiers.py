@@ -7,7 +7,7 @@ that counts blocks instead of pages.
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Container, Coroutine, Sequence
+from collections.abc import Callable, Container, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from kvstore.block import BlockRef, BlockWrite, PutOutcome, Removal
@@ -155,6 +155,9 @@ class SimulatedDisk:
 
     def stats(self) -> DiskStats:
         raise NotImplementedError("a simulated disk has no bytes")
+
+    async def publish(self, snapshot: Mapping[str, Any]) -> None:
+        raise NotImplementedError("nobody watches a simulation")
 
     async def aclose(self) -> None:
         """Nothing to close."""

@@ -90,6 +90,7 @@ class Simulation:
             clock=lambda: self._now_s,
             transfer_loop=InstantTransfer,
         )
+        self.store.publisher.stop()  # nobody watches
 
     @property
     def written_blocks(self) -> int:

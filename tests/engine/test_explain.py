@@ -1,5 +1,8 @@
 """``llm.explain`` says what a request would find, and the files say the same without the engine."""
 
+import os
+import time
+
 import pytest
 
 from engine import LLM, SamplingParams
@@ -8,6 +11,7 @@ from engine.offline import OfflineModel, document_tokens, prompt_tokens
 from engine.tokenizer_file import keep_tokenizer, read_tokenizer
 from kvstore.cost import LoadDecision, LoadReason
 from kvstore.disk.browse import Browser
+from kvstore.disk.look import Engines
 from kvstore.disk.slices import reading
 from kvstore.errors import ConfigError
 from kvstore.explain import Cause
@@ -88,6 +92,19 @@ def test_without_a_disk_what_is_gone_is_gone(make_llm):
     assert llm.explain(list(range(3, 60))).cause is Cause.UNKNOWN
     llm.generate([list(range(3, 60))], ONE)
     assert llm.explain(list(range(3, 60))).cause is Cause.CACHED
+
+
+def test_an_engine_publishes_how_it_is_doing(llm, home):
+    llm.generate(TEXT, ONE)
+    with Engines(home / "cache") as engines:
+        deadline = time.monotonic() + 30
+        while not (found := engines.read()) or not found[0]["looked_up_blocks"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    (engine,) = found
+    assert (engine["pid"], engine["role"]) == (os.getpid(), "engine")
+    assert engine["namespace"] == namespace_id(llm._loaded.identity).hex()
+    assert engine["running"] + engine["waiting"] == 0
 
 
 # ---- the same without the engine ---------------------------------------------------------------
