@@ -31,6 +31,11 @@ def _slots(store: "BlockStore") -> list[str]:
             wrong.append(f"slot {slot} has no copy")
         if slot not in list(index.children(index.parent_key[slot])):
             wrong.append(f"slot {slot} is not among its parent's children")
+        is_root = index.depth[slot] == 0 or index.parent_key[slot] in index.slots
+        if is_root == (slot in index.cut_off):
+            wrong.append(f"slot {slot}: has its parent or is a root {is_root}, cut off {is_root}")
+    if not index.cut_off.keys() <= set(index.slots.values()):
+        wrong.append("an unused slot is cut off")
     if sum(bool(key) for key in index.key) != len(index.slots):
         wrong.append("an unused slot has a key")
     return wrong

@@ -4,13 +4,14 @@
                     without a host tier, written to disk first when dirty
     host victim     dropped when clean, written to disk first when dirty
 
-Who is a victim is the policy's to say, but a prefix is always given up from its end. A block that
-is held (``pinning``) never leaves the slowest memory tier.
+Who is a victim is the policy's to say, but a prefix is always given up from its end, and what no
+lookup can reach any more, since an ancestor is in no tier, goes before all others. A block that is
+held (``pinning``) never leaves the slowest memory tier.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Set
-from itertools import islice
+from collections.abc import Callable, Collection, Mapping, Set
+from itertools import chain, islice
 
 from kvstore.block import TierName
 from kvstore.config import StoreConfig
@@ -72,10 +73,12 @@ class Evictor:
         missing = count - self._device.num_free
         if missing <= 0:
             return True
-        victims = self._choose(missing, keep)
+        moving = self._index.transfers
+        lost = dict.fromkeys(slot for slot in self.unreachable() if not moving[slot])
+        victims = self._choose(missing, keep, lost)
         if len(victims) < missing:
             return False
-        unready = [slot for slot in victims if not self._is_on_host(slot)]
+        unready = [slot for slot in victims if not (slot in lost or self._is_on_host(slot))]
         passing = {slot for slot in self._demote(unready) if slot not in self._held}
         unready = [slot for slot in unready if slot not in passing or not self._is_clean(slot)]
         self._write_behind.urge(slot for slot in unready if slot in passing)
@@ -93,8 +96,14 @@ class Evictor:
         reserve = int((1 - self._config.high_watermark) * self._device.capacity)
         wanted = min(reserve - self._device.num_free, _AHEAD_BLOCKS)
         if wanted > 0:
-            victims = islice(self.policy.victims(), wanted)
-            self._demote([slot for slot in victims if not self._is_on_host(slot)])
+            victims, lost = islice(self.policy.victims(), wanted), set(self.unreachable())
+            self._demote([slot for slot in victims if not (slot in lost or self._is_on_host(slot))])
+
+    def unreachable(self) -> list[int]:
+        """Blocks that no lookup finds: an ancestor is in no tier. Each before what it continues."""
+        may_have_parent = self._write_behind.may_have_parent
+        roots = [slot for slot in self._index.cut_off if not may_have_parent(slot)]
+        return list(self._index.subtrees(roots))[::-1]
 
     def drop_device(self, slot: int) -> None:
         """Give up the device copy of a block that nobody uses."""
@@ -121,12 +130,16 @@ class Evictor:
         if index.device[slot] == NONE:
             index.drop(slot)
 
-    def _choose(self, count: int, keep: Set[int]) -> list[int]:
-        """Victims in the policy's order, but no block before its children on the device."""
+    def _choose(self, count: int, keep: Set[int], lost: Collection[int]) -> list[int]:
+        """Victims in the policy's order after those that are ``lost``, but no block before its
+        children on the device."""
         index, chosen, passed_over = self._index, dict[int, None](), list[int]()
-        for slot in self.policy.victims():
+        first = (slot for slot in lost if slot in self.policy)
+        for slot in chain(first, self.policy.victims()):
             if len(chosen) == count:
                 break
+            if slot in chosen:
+                continue
             may_demote = self._host is not None and not self.host_failure
             is_last_copy = not may_demote and index.host[slot] == NONE
             if slot in keep or (slot in self._held and is_last_copy):
@@ -159,8 +172,11 @@ class Evictor:
         if self._host is None or self.host_failure:
             return victims
         index, room = self._index, self._host.num_free
+        lost = dict.fromkeys(slot for slot in self.unreachable() if index.host[slot] != NONE)
         oldest_on_host = (
-            slot for slot in index.host_lru if not index.transfers[slot] and slot not in self._held
+            slot
+            for slot in chain(lost, (slot for slot in index.host_lru if slot not in lost))
+            if not index.transfers[slot] and slot not in self._held
         )
         staying, displaced, passing = [], [], []
         held_last = sorted(victims, key=self._held.__contains__)
@@ -172,8 +188,8 @@ class Evictor:
                 staying.append(victim)
                 continue
             oldest = next(oldest_on_host, NONE)
-            is_younger = oldest != NONE and index.used_at[oldest] < index.used_at[victim]
-            if oldest == NONE or not (is_younger or victim in self._held):
+            may_go = oldest in lost or victim in self._held
+            if oldest == NONE or not (may_go or index.used_at[oldest] < index.used_at[victim]):
                 passing.append(victim)
             elif oldest in index.dirty:
                 self._write_behind.urge((oldest,))

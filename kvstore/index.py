@@ -11,7 +11,7 @@ bytes and does not decide who is evicted.
 """
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvstore.block import BlockRef
 from kvstore.order import LinkedOrder
@@ -38,6 +38,7 @@ class BlockIndex:
     host_lru       blocks in host memory, least recently used first
     dirty          blocks the slowest tier does not hold, oldest first
     dirty_since    when a block became dirty
+    cut_off        blocks whose parent is not in memory, roots left out
     """
 
     def __init__(self) -> None:
@@ -59,6 +60,7 @@ class BlockIndex:
         self.dirty_since = array("d")
         self.host_lru = LinkedOrder()
         self.dirty = LinkedOrder()
+        self.cut_off: dict[int, None] = {}
         self._first_child: dict[bytes, int] = {}  # by the parent's key
         self._next_sibling = array("i")
         self._previous_sibling = array("i")
@@ -108,6 +110,11 @@ class BlockIndex:
         if first != NONE:
             self._previous_sibling[first] = slot
         self._first_child[ref.parent] = slot
+        if ref.depth and ref.parent not in self.slots:
+            self.cut_off[slot] = None
+        if ref.key in self._first_child:
+            for child in self.children(ref.key):
+                del self.cut_off[child]
         return slot
 
     def drop(self, slot: int) -> None:
@@ -115,6 +122,9 @@ class BlockIndex:
         assert self.device[slot] == self.host[slot] == NONE, "the block still has a copy"
         assert self.refcount[slot] == self.transfers[slot] == 0, "the block is in use"
         self.dirty.discard(slot)
+        self.cut_off.pop(slot, None)
+        if self.key[slot] in self._first_child:
+            self.cut_off.update(dict.fromkeys(self.children(self.key[slot])))
         following, previous = self._next_sibling[slot], self._previous_sibling[slot]
         if following != NONE:
             self._previous_sibling[following] = previous
@@ -135,6 +145,14 @@ class BlockIndex:
             following = self._next_sibling[child]
             yield child
             child = following
+
+    def subtrees(self, roots: Iterable[int]) -> Iterator[int]:
+        """These blocks and all that continues them in memory, each after what it continues."""
+        queue = list(roots)
+        while queue:
+            slot = queue.pop()
+            yield slot
+            queue.extend(self.children(self.key[slot]))
 
     def used_slots(self) -> Iterator[int]:
         return iter(self.slots.values())

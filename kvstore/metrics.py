@@ -94,6 +94,7 @@ _FAMILIES: tuple[tuple[str, str, tuple[str, ...], Read, str], ...] = (
     ),
     ("gauge", "dirty_blocks", (), _only("dirty_blocks"), "Blocks that disk does not hold yet"),
     ("gauge", "oldest_dirty_age_seconds", (), _only("oldest_dirty_age_s"), "Age of the oldest one"),
+    ("gauge", "unreachable_blocks", (), _only("unreachable_blocks"), "An ancestor is in no tier"),
     ("gauge", "pending_transfers", (), _only("pending_transfers"), "Transfers under way"),
     ("histogram", "promote_seconds", _TIER, _by("promote_seconds"), "Loads from a tier"),
     (

@@ -94,6 +94,7 @@ class Reporter:
             demoted_blocks=self._evictor.demoted_blocks,
             failed_loads=dict(self._promoter.failed_loads),
             merged_blocks=self._leasing.merged_blocks,
+            unreachable_blocks=len(self._evictor.unreachable()),
             dirty_blocks=num_dirty,
             oldest_dirty_age_s=self._write_behind.oldest_age_s(),
             written=self._write_behind.counters,

@@ -59,6 +59,7 @@ class StoreStats:
     demoted_blocks: int
     failed_loads: Mapping[str, int]
     merged_blocks: int
+    unreachable_blocks: int
     dirty_blocks: int
     oldest_dirty_age_s: float
     written: WriteCounters

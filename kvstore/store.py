@@ -139,6 +139,7 @@ class BlockStore:
             clock=clock,
             events=self.events,
             is_on=disk is not None and self.config.disk_mode == "rw",
+            is_read_only=disk is not None and self.config.disk_mode == "ro",
             on_broken=self._lose_disk,
         )
         self._pinning = Pinning(self.index, device, self.host, self._transfer, self._write_behind)

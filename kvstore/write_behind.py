@@ -48,6 +48,7 @@ class WriteBehind:
         clock: Callable[[], float],
         events: EventLog,
         is_on: bool,
+        is_read_only: bool,
         on_broken: Callable[[KVStoreError], None],
     ) -> None:
         self._index = index
@@ -60,6 +61,7 @@ class WriteBehind:
         self._clock = clock
         self._events = events
         self._is_on = is_on
+        self._is_read_only = is_read_only
         self._on_broken = on_broken
         self._urgent_before = -math.inf  # blocks dirty since then or longer are waited for
         self._filling = False  # between the high watermark and the low one
@@ -108,9 +110,19 @@ class WriteBehind:
 
     def stop(self) -> None:
         """Forget what is dirty: there is no slower tier any more."""
-        self._is_on = False
+        self._is_on = self._is_read_only = False
         for slot in list(self._index.dirty):
             self._index.dirty.remove(slot)
+
+    def may_have_parent(self, slot: int) -> bool:
+        """Whether disk may hold what this block continues.
+
+        It does when it holds the block. What is still to be written may turn out to have it; what
+        disk refused has not. Of a disk that is never written, nothing is known.
+        """
+        index = self._index
+        is_coming = slot in index.dirty or index.transfers[slot] > 0
+        return self._is_read_only or (self._is_on and (bool(index.is_written[slot]) or is_coming))
 
     def oldest_age_s(self) -> float:
         """Age of the oldest dirty block, 0.0 when everything is clean."""

@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from kvstore.block import BlockLayout
+from kvstore.block import BlockLayout, TierName
 from kvstore.config import StoreConfig
 from kvstore.errors import CorruptBlockError, OutOfBlocksError, StoreClosedError
 from kvstore.testing import FakeClock, FaultyDisk, MemoryDisk
@@ -282,6 +282,50 @@ def test_a_child_whose_parent_is_lost_is_given_up(make_engine):
     engine.store.flush(10.0)
     assert engine.store.is_clean
     assert engine.store.stats().written.unwritten_blocks == 1
+
+
+@pytest.mark.parametrize("host_blocks", [0, 4])
+def test_what_no_lookup_reaches_is_counted_and_is_the_first_to_go(make_engine, host_blocks):
+    engine = make_engine(8, host_blocks=host_blocks)
+    store = engine.store
+    engine.run(A + B + C + END)
+    lease = engine.start(A + B + C + END)
+    slots = list(lease.slots)
+    store.release(lease)
+    engine.run(FILL[:8] + END)
+    assert store.stats().unreachable_blocks == 0
+    store._evictor.drop_device(slots[0])  # what eviction, from the leaf up, would not do
+    assert store.stats().unreachable_blocks == 2
+    engine.run([9] * 20 + END)  # two blocks more than are free
+    assert store.stats().unreachable_blocks == 0
+    assert engine.look_up(FILL[:8] + END).sources == [TierName.DEVICE] * 2
+    assert store.stats().demoted_blocks == 0
+    engine.run(A + B + C + END)
+
+
+def test_a_parent_that_comes_back_makes_its_children_reachable(make_engine):
+    engine = make_engine(8)
+    store = engine.store
+    lookup = engine.run(A + B + END)
+    store._evictor.drop_device(store.index.slots[lookup.keys[0]])
+    assert store.stats().unreachable_blocks == 1
+    engine.run(A + END)
+    assert store.stats().unreachable_blocks == 0
+    assert engine.look_up(A + B + END).sources == [TierName.DEVICE] * 2
+
+
+def test_what_disk_refused_has_no_parent_there(make_engine):
+    """Blocks that disk holds have their ancestors there, and are reached through them."""
+    engine = make_engine(8, disk=MemoryDisk(capacity=2))
+    store = engine.store
+    lookup = engine.run(A + B + C + END)
+    store.flush(10.0)
+    slots = [store.index.slots[key] for key in lookup.keys]
+    for slot in slots[:2]:
+        store._evictor.drop_device(slot)
+    assert store.stats().unreachable_blocks == 1
+    engine.run(A + B + END)
+    assert store.stats().unreachable_blocks == 0
 
 
 def test_a_failed_load_shortens_the_match_and_is_not_tried_again(make_engine):
