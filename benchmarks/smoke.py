@@ -83,6 +83,14 @@ TOYS = {
         {"runs": 3, "dtype": "float32"},
         {"prefill 952 on 2048": ("at most", 1.5), "decode at 3000": ("at most", 1.5)},
     ),
+    "engine": Toy(
+        {"runs": 1, "qa_runs": 1, "documents": 2, "document_tokens": 250, "new_tokens": 4}
+        | {"decode_tokens": 12, "systems": "ours,transformers"},
+        {
+            "qa, ours of transformers": ("at most", 0.6),
+            "overhead, batch 1": ("at most", 0.1),
+        },
+    ),
     "determinism": Toy({"runs": 1, "words": 150}, {"decode": ("at most", 1.5)}),
     "load-or-compute": Toy(
         {"runs": 1, "tokens": "256", "mb_per_s": "256"}, {"auto": ("at most", 1.3)}
