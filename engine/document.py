@@ -1,9 +1,7 @@
 """A document that is read once and asked many questions."""
 
 import contextlib
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
 from engine.document_prompt import DocumentPrompt
@@ -12,7 +10,7 @@ from engine.progress import reading_bar
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from kvstore.block import TierName
-from kvstore.errors import ConfigError, KVStoreError, StoreClosedError
+from kvstore.errors import KVStoreError, StoreClosedError
 from kvstore.hashing import encode_tokens
 from kvstore.lease import Lookup, Pin
 
@@ -20,7 +18,6 @@ if TYPE_CHECKING:
     from engine.llm import LLM
     from engine.sequence import CacheOptions
 
-_LONGEST_PATH = 1024
 _TRANSFERS_S = 5.0  # that ``evict`` waits for transfers to end
 
 _DEFAULT_PARAMS = SamplingParams(temperature=0.0, max_tokens=128)
@@ -180,25 +177,3 @@ class Document:
         """The tokens that whole blocks hold, as many as are reused together."""
         unit = self._llm._loaded.reuse_tokens
         return self._prompt.prefix[: self.num_tokens // unit * unit]
-
-
-def names_a_file(text: str) -> bool:
-    """Whether a text, which a document's is, is also the path of a file: likely a mistake."""
-    if len(text) > _LONGEST_PATH or "\n" in text:
-        return False
-    try:
-        return Path(text).is_file()
-    except (OSError, ValueError):
-        return False
-
-
-def read_document(path: os.PathLike[str]) -> str:
-    """A text file's content. Raises ``ConfigError`` in one line for what cannot be read."""
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"document {path}: {error.strerror or error}; name a text file that can be read"
-        ) from error
-    except UnicodeDecodeError:
-        raise ConfigError(f"document {path}: not UTF-8 text; convert it to plain text") from None

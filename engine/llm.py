@@ -18,7 +18,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 from engine.chunking import AsFits, WholeChunks
 from engine.config import EngineConfig
 from engine.core import CoreLimits, EngineCore
-from engine.document import Document, names_a_file, read_document
+from engine.document import Document
+from engine.document_file import names_a_file, read_document
 from engine.document_prompt import DocumentPrompt
 from engine.explaining import explain_prompt
 from engine.generation import Generation

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from engine.config import EngineConfig
-from engine.document import read_document
+from engine.document_file import read_document
 from engine.outputs import CompletionOutput, RequestOutput
 from engine.sampling_params import SamplingParams
 from kvstore.errors import ConfigError
@@ -139,7 +139,7 @@ ask = Command(
     "week, does not read it again.",
     examples=(
         'kvstore ask contract.txt -q "Who are the parties?" -q "When does it end?"',
-        'kvstore ask notes.md -q "What is missing?" --model ./llama --json',
+        'kvstore ask notes.md -q "What is missing?" --model ./llama --dtype bfloat16 --json',
     ),
     params=[
         click.Argument(["file"], metavar="FILE", type=File()),

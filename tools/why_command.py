@@ -22,7 +22,7 @@ def _why(
     as_json: bool,
     **settings: Any,
 ) -> int:
-    from engine.document import read_document
+    from engine.document_file import read_document
     from engine.offline import OfflineModel
     from kvstore.disk.browse import Browser
     from kvstore.disk.slices import existing, reading

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from engine import LLM, SamplingParams
-from engine.document import template_parts
+from engine.document_prompt import template_parts
 from engine.offline import OfflineModel, document_tokens, prompt_tokens
 from engine.tokenizer_file import keep_tokenizer, read_tokenizer
 from kvstore.cost import LoadDecision, LoadReason
@@ -123,7 +123,7 @@ def test_namespace_and_tokens_are_found_from_files_and_what_the_engine_left(llm,
         assert prompt_tokens(tokenizer, text) == llm._reader.read(text)[1]
         document = llm.document(text, prefill=False)
         assert document_tokens(tokenizer, description["document_template"], text) == (
-            document._prefix
+            document._prompt.prefix
         )
     assert description["document_template"] == list(template_parts(llm.tokenizer))
 

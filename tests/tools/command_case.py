@@ -5,7 +5,6 @@ import io
 import os
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,21 +24,19 @@ class Result:
 
 
 def run_here(*arguments: Any, stdin: bytes = b"", **environment: str) -> Result:
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
     with (
-        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as out,
-        tempfile.TemporaryFile("w+", encoding="utf-8") as err,
         _environment(environment),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
         _stdin(io.TextIOWrapper(io.BytesIO(stdin))),
     ):
-        kept = os.dup(out.fileno())  # the command may give up its output
-        with open(kept, encoding="utf-8", errors="replace") as written:
-            status = cli.run([str(argument) for argument in arguments])
-            out.flush()
-            err.seek(0)
-            written.seek(0)
-            return Result(status, written.read(), err.read())
+        status = cli.run([str(argument) for argument in arguments])
+    texts = []
+    for stream in (out, err):
+        stream.flush()
+        texts.append(stream.buffer.getvalue().decode(errors="replace"))
+    return Result(status, *texts)
 
 
 def run_in_process(*arguments: Any, **environment: str) -> subprocess.CompletedProcess[str]:
