@@ -409,9 +409,11 @@ class BlockStore:
         return self._run_until(lambda: self.is_clean, timeout)
 
     def close(self, timeout: float | None = None) -> None:
-        """Flush within ``timeout`` seconds, then end the threads and close the disk tier."""
+        """Flush within ``timeout`` seconds, ``write_bytes_per_s`` or not, then end the threads and
+        close the disk tier."""
         if self._closed:
             return
+        self._transfer.hurry()
         if not self.flush(timeout):
             logger.warning("closed with unwritten blocks=%d", len(self.index.dirty))
         self._transfer.close()

@@ -10,6 +10,7 @@ costs the forward several times the copying, since its threads wait for the slow
 
 import asyncio
 import logging
+import sys
 import threading
 import time
 from collections import deque
@@ -102,10 +103,10 @@ class TransferLoop:
             if rows is not None:
                 copier.adopt(rows)
         self._loop = asyncio.new_event_loop()
-        # The throttle counts starts within a period, so a rate below one needs a longer period.
+        # The throttle counts starts within a period: whole blocks, and what makes them exact.
         blocks_per_s = write_bytes_per_s / block_bytes
         rate = max(1, round(blocks_per_s))
-        self._throttle = Throttler(rate_limit=rate, period=max(1.0, rate / blocks_per_s))
+        self._throttle = Throttler(rate_limit=rate, period=rate / blocks_per_s)
         self._slice_blocks = max(1, _SLICE_BYTES // block_bytes)
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -207,6 +208,10 @@ class TransferLoop:
     def unpin(self, key: bytes, done: Done[bool]) -> None:
         assert self._disk is not None
         self._submit(self._disk.unpin(key), done)
+
+    def hurry(self) -> None:
+        """From now on writes are not throttled: the process is about to end."""
+        self._loop.call_soon_threadsafe(setattr, self._throttle, "rate_limit", sys.maxsize)
 
     def close(self) -> None:
         """Waits for the jobs under way (without applying callbacks), then ends the threads."""
