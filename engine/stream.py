@@ -38,6 +38,7 @@ class Stream:
         self._num_unread = 0
         self._metrics: RequestMetrics | None = None
         self._has_last = False
+        self._has_begun = False
 
     @property
     def is_full(self) -> bool:
@@ -69,6 +70,7 @@ class Stream:
         if not parts:
             return None
         assert metrics is not None
+        is_first, self._has_begun = not self._has_begun, True
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
@@ -76,7 +78,7 @@ class Stream:
             outputs=_merged(parts),
             finished=is_last,
             metrics=metrics,
-            prompt_logprobs=request.sequences[0].prompt_logprobs,
+            prompt_logprobs=request.sequences[0].prompt_logprobs if is_first else None,
         )
 
 
@@ -93,8 +95,8 @@ class OutputStream(Iterator[RequestOutput]):
     to abort what is not finished.
 
     Each ``RequestOutput`` holds only what its request got since the one before: ``outputs`` has the
-    samples that got something, each with its new text, tokens and logprobs. Only those of the
-    prompt are in every delta. The last delta of a request says ``finished``.
+    samples that got something, each with its new text, tokens and logprobs. The first delta of a
+    request has the prompt's logprobs, where it asked for them; the last one says ``finished``.
 
     request_ids   in the order of the prompts
     """

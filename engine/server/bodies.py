@@ -15,14 +15,11 @@ from engine.server.errors import ApiError
 # value: it says nothing about the answer). A null never does.
 _NEUTRAL: Mapping[str, tuple[Any, ...] | None] = {
     "best_of": (1,),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "logit_bias": ({},),
     "metadata": None,
     "modalities": (["text"],),
     "parallel_tool_calls": None,
-    "presence_penalty": (0,),
     "prompt_cache_key": None,
     "response_format": ({"type": "text"},),
     "safety_identifier": None,
@@ -37,8 +34,10 @@ _NEUTRAL: Mapping[str, tuple[Any, ...] | None] = {
 _COMPLETION_TOKENS = 16  # without max_tokens: OpenAI's default
 
 _SAMPLING = (
-    "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "stop_token_ids",
-    "ignore_eos", "seed",
+    "n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "stop",
+    "seed", "top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos", "min_tokens",
+    "bad_words", "allowed_token_ids", "include_stop_str_in_output", "skip_special_tokens",
+    "truncate_prompt_tokens",
 )  # fmt: skip
 
 
@@ -49,7 +48,7 @@ class StreamOptions(BaseModel):
 
 
 class Body(BaseModel):
-    """What both kinds of completions take. ``cache_salt``, and from ``top_k`` on, is vLLM's."""
+    """What both kinds of completions take. From ``cache_salt`` on the names are vLLM's."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -57,6 +56,9 @@ class Body(BaseModel):
     n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
     max_tokens: int | None = None
     stop: str | list[str] | None = None
     seed: int | None = None
@@ -68,6 +70,12 @@ class Body(BaseModel):
     repetition_penalty: float | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -98,7 +106,9 @@ class Body(BaseModel):
 
     def _sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         named = {name: getattr(self, name) for name in _SAMPLING}
-        given = {name: value for name, value in named.items() if value is not None}
+        given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+        if self.logit_bias is not None:
+            given["logit_bias"] = _by_token_id(self.logit_bias)
         return SamplingParams(**given, max_tokens=max_tokens, logprobs=logprobs)
 
 
@@ -142,3 +152,12 @@ class ChatBody(Body):
             self.max_tokens if most is None else most,
             (self.top_logprobs or 0) if self.logprobs else None,
         )
+
+
+def _by_token_id(bias: Mapping[str, float]) -> dict[int, float]:
+    """The names of an object are texts in JSON."""
+    try:
+        return {int(token_id): value for token_id, value in bias.items()}
+    except ValueError:
+        message = f"logit_bias: expected token ids as names, got {', '.join(bias)}"
+        raise ApiError(400, message, param="logit_bias") from None

@@ -80,15 +80,25 @@ def tokenizer(text_model):
     stops=st.lists(st.text(alphabet="ab<é猫", min_size=1, max_size=3), max_size=3),
     reads=st.lists(st.booleans(), min_size=60, max_size=60),
     num_bytes=st.integers(0, 60),
+    include_stop=st.booleans(),
+    min_tokens=st.integers(0, 12),
 )
-def test_deltas_add_up_to_the_text_whenever_they_are_read(tokenizer, text, stops, reads, num_bytes):
+def test_deltas_add_up_to_the_text_whenever_they_are_read(
+    tokenizer, text, stops, reads, num_bytes, include_stop, min_tokens
+):
     """Also when the answer ends within a character, and whatever the stop strings are."""
     token_ids = tokenizer(text)["input_ids"][:num_bytes] or [0]
-    params = SamplingParams(stop=stops, max_tokens=len(token_ids))
+    params = SamplingParams(
+        stop=stops,
+        max_tokens=len(token_ids),
+        min_tokens=min(min_tokens, len(token_ids)),
+        include_stop_str_in_output=include_stop,
+    )
     stream = Stream(lambda: None, lambda: None)
     sequence = Sequence(
         "0", 0, params, CacheOptions(), [1], 1, 1 + len(token_ids), frozenset(),
-        Detokenizer(tokenizer, [1], params.stop_strings), None, stream=stream,
+        Detokenizer(tokenizer, [1], params.stop_strings, include_stop=include_stop), None,
+        stream=stream,
     )  # fmt: skip
     request = Request("0", None, [1], params, 0.0, [sequence], stream)
     deltas = []
@@ -124,6 +134,16 @@ def test_streamed_answers_are_the_answers(llm):
         assert last[request_id].prompt_token_ids == output.prompt_token_ids
         assert last[request_id].metrics.total_s >= last[request_id].metrics.ttft_s > 0
     assert len(deltas) > len(prompts)
+
+
+def test_the_first_delta_has_the_logprobs_of_the_prompt(llm):
+    params = SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=1, ignore_eos=True)
+    (expected,) = llm.generate("Once upon", params)
+    first, *others = llm.generate("Once upon", params, stream=True)
+    assert [set(named or ()) for named in first.prompt_logprobs] == [
+        set(named or ()) for named in expected.prompt_logprobs
+    ]
+    assert [delta.prompt_logprobs for delta in others] == [None] * len(others)
 
 
 def test_closing_a_stream_aborts_its_request(llm):

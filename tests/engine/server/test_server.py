@@ -16,7 +16,7 @@ from engine import AsyncLLM, SamplingParams
 from engine.server.app import make_app
 from engine.server.listener import Listener
 from engine.stream import Stream
-from kvstore.errors import CapacityError, ConfigError
+from kvstore.errors import ConfigError
 
 MODEL, KEY = "tiny", "a secret"
 GREEDY = {"model": MODEL, "temperature": 0.0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
@@ -176,6 +176,10 @@ def test_extensions_of_vllm_reach_the_engine(client, llm):
     params = GREEDY | {"temperature": 1.0, "extra_body": options}
     top = client.completions.create(prompt="Once upon", **params)
     assert top.choices[0].text == expected(llm, "Once upon")  # one token is left to choose from
+    biased = client.completions.create(
+        prompt="Once upon", logit_bias={"65": 100}, presence_penalty=0.0, **GREEDY
+    )
+    assert len(set(biased.choices[0].text)) == 1
     end = client.completions.create(
         prompt="Once upon",
         **GREEDY | {"extra_body": {"stop_token_ids": list(range(256)), "ignore_eos": True}},
@@ -250,10 +254,12 @@ def test_errors_are_those_that_the_client_knows(client, server):
         ({"top_p": 2}, "top_p"),
         ({"stop": ""}, "stop"),
         ({"cache_salt": 5}, "cache_salt"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"presence_penalty": 5}, "presence_penalty"),
+        ({"suffix": "end"}, "suffix"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"logit_bias": {"word": 1}}, "logit_bias"),
+        ({"logit_bias": {"100000": 1}}, "logit_bias"),
         ({"colour": "red"}, "colour"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"messages": None}, "messages"),
@@ -339,13 +345,11 @@ def test_a_client_that_does_not_read_stops_nobody(server, client, llm, monkeypat
     assert is_idle(llm)
 
 
-def test_a_full_queue_is_told_to_try_again(server, client, llm, monkeypatch):
-    async def refuse(*_arguments, **_keywords):
-        raise CapacityError("64 requests wait already")
-
-    monkeypatch.setattr(llm, "answer", refuse)
-    with pytest.raises(openai.InternalServerError, match="64 requests wait") as raised:
-        client.completions.create(prompt="x", **GREEDY)
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_a_full_queue_is_told_to_try_again(client, llm, monkeypatch, is_streamed):
+    monkeypatch.setattr(llm._llm._core._backlog, "_max_num_waiting", 0)
+    with pytest.raises(openai.InternalServerError, match="as many as max_num_waiting") as raised:
+        client.completions.create(prompt="x", stream=is_streamed, **GREEDY)
     assert raised.value.status_code == 503
     assert raised.value.response.headers["retry-after"] == "1"
 
