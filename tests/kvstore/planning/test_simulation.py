@@ -58,6 +58,7 @@ def store_hits(requests, setup: CacheSetup) -> list[Counter[str]]:
         config=setup.config(),
         clock=clock,
     )
+    store.publisher.stop()  # a simulated disk has no bytes to publish
     hits = []
     for blocks in requests:
         tokens = np.array(blocks[: setup.device_blocks], "<u4").tobytes()
