@@ -21,6 +21,7 @@ from kvstore.hashing import chain_blocks, chain_seed, encode_tokens, namespace_i
 Decode = Callable[[Sequence[int]], str]
 
 _MOST_SIBLINGS = 20_000  # questions below one document that are compared
+_LEAST_PARTIAL_TOKENS = 8  # for which a block is read for its head, as an engine does it
 _SHOWN_TOKENS = 24  # before and after the first difference
 
 
@@ -136,6 +137,11 @@ class Explanation:
         """Whether there is nothing to explain: all that can be found is found."""
         return self.cause is Cause.CACHED
 
+    @property
+    def was_there(self) -> bool:
+        """Whether the first block that is missing is known to have been there."""
+        return self.cause in _DEPARTED.values()
+
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -189,7 +195,8 @@ class _Match:
         self.namespace = namespace_id(asked.identity)
         tokens = encode_tokens(asked.token_ids)
         self.all_tokens = tokens
-        reusable = tokens[: max(len(tokens) - 4, 0)]
+        unit = _reuse_unit(asked.identity)
+        reusable = tokens[: max(len(tokens) // 4 - 1, 0) // unit * unit * 4]
         self.seed = chain_seed(self.namespace, asked.salt)
         self.keys, self.runs = chain_blocks(self.seed, reusable, 4 * self.block_size)
         self._tail = reusable[len(self.keys) * 4 * self.block_size :]
@@ -222,9 +229,17 @@ class _Match:
 
     def num_cached_tokens(self) -> int:
         nearest = self.nearest()
-        inside = nearest[2] if nearest is not None else 0
         most = self.block_size if self.num_found < len(self.keys) else len(self._tail) // 4
-        return self.num_found * self.block_size + min(inside, most)
+        inside = min(nearest[2] if nearest is not None else 0, most)
+        least = max(_LEAST_PARTIAL_TOKENS, self.block_size // 2)
+        return self.num_found * self.block_size + (inside if inside >= least else 0)
+
+
+def _reuse_unit(identity: Mapping[str, Any]) -> int:
+    """Tokens that are reused together or not at all: whole chunks in deterministic mode."""
+    run = identity.get("deterministic")
+    unit = run.get("chunk_tokens", 1) if isinstance(run, Mapping) else 1
+    return unit if isinstance(unit, int) and unit > 0 else 1
 
 
 def num_equal(tokens: bytes, wanted: bytes) -> int:

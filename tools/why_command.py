@@ -89,12 +89,13 @@ def _described(
     return next((other for other in alike if "tokenizer" in other), description)
 
 
-def _closeness(reading: tuple[str, int, Any]) -> tuple[bool, int, int]:
+def _closeness(reading: tuple[str, int, Any]) -> tuple[bool, int, bool, int]:
     """How well the cache fits a reading of the text: the best one is what was meant. What comes
     before the text is the same for all documents and tells little."""
     _, num_before, found = reading
-    tokens = max([found.cached_tokens, *(other.cached_tokens for other in found.elsewhere)])
-    return found.is_cached, max(tokens - num_before, 0), tokens
+    equal = found.difference.position if found.difference else found.cached_tokens
+    tokens = max([equal, *(other.cached_tokens for other in found.elsewhere)])
+    return found.is_cached, max(tokens - num_before, 0), found.was_there, tokens
 
 
 def _describe(read_as: str, found: Any) -> str:

@@ -68,13 +68,13 @@ def test_a_cached_prompt_needs_no_reason(cache):
 def test_the_last_token_is_computed_whatever_is_cached(cache):
     cache.put(TEXT[:8])
     found = cache.why(TEXT[:8])
-    assert (found.cause, found.prompt_blocks, found.cached_tokens) == (Cause.CACHED, 1, 7)
+    assert (found.cause, found.prompt_blocks, found.cached_tokens) == (Cause.CACHED, 1, 4)
 
 
 def test_a_prompt_without_a_full_block_is_too_short(cache):
     cache.put(TEXT)
     found = cache.why(TEXT[:4])
-    assert (found.cause, found.is_cached, found.cached_tokens) == (Cause.TOO_SHORT, False, 3)
+    assert (found.cause, found.is_cached, found.cached_tokens) == (Cause.TOO_SHORT, False, 0)
 
 
 def test_the_first_difference_is_shown_with_the_text_around_it(cache):
@@ -82,13 +82,28 @@ def test_the_first_difference_is_shown_with_the_text_around_it(cache):
     cache.put(TEXT[:16] + "xyz…" * 3)
     found = cache.why(TEXT[:18] + "quiet evening")
     assert found.cause is Cause.DIFFERS
-    assert (found.cached_blocks, found.cached_tokens) == (4, 18)
+    assert (found.cached_blocks, found.cached_tokens) == (4, 16)
     difference = found.difference
     assert (difference.position, difference.before) == (18, TEXT[:18])
     assert (difference.prompt, difference.cached) == ("quiet evening", TEXT[18:28])
     assert "".join(map(chr, difference.prompt_tokens)) == difference.prompt
     assert difference.key == keys[4].hex()
     assert "token 18" in found.sentence
+
+
+def test_the_head_of_a_block_counts_where_an_engine_would_copy_it(cache):
+    cache.put(2 * TEXT, block_size=16)
+    for num_equal, num_copied in ((23, 0), (24, 8), (27, 11)):
+        found = cache.why(TEXT[:num_equal] + "?" * 20, block_size=16)
+        assert found.difference.position == num_equal
+        assert found.cached_tokens == 16 + num_copied
+
+
+def test_in_deterministic_mode_whole_chunks_are_looked_for(cache):
+    run = {"chunk_tokens": 8}
+    cache.put(TEXT[:24], deterministic=run)
+    found = cache.why(TEXT, deterministic=run)
+    assert (found.cause, found.prompt_blocks, found.cached_tokens) == (Cause.CACHED, 6, 24)
 
 
 def test_a_continuation_that_was_never_stored_is_told_from_one_long_gone(cache, monkeypatch):
@@ -204,7 +219,8 @@ def test_a_number_that_changed_is_no_date():
 def test_what_memory_holds_counts_also_where_disk_does_not(cache):
     sibling = struct.pack("<4I", *map(ord, TEXT[8:11] + "!"))
     found = cache.why(TEXT, num_known=2, siblings=[(b"k" * 32, sibling)])
-    assert (found.cause, found.cached_blocks, found.cached_tokens) == (Cause.DIFFERS, 2, 11)
+    assert (found.cause, found.cached_blocks, found.cached_tokens) == (Cause.DIFFERS, 2, 8)
+    assert found.difference.position == 11
 
 
 @pytest.mark.parametrize(

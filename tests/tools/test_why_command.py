@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -127,6 +128,14 @@ def test_a_date_is_named_and_control_characters_of_the_cache_stay_inside(why):
     assert "in a date or a time" in result.stdout
     assert r"\x1b[31m was" in result.stdout
     assert "\x1b" not in result.stdout
+
+
+def test_a_document_that_was_removed_is_still_known_as_one(why, cache, tmp_path):
+    copy = Path(shutil.copytree(cache, tmp_path / "copy"))
+    assert run(["evict", str(copy), "--older-than", "0s", "--yes"]) == 0
+    result = why(TEXT, "--json", directory=copy)
+    found = json.loads(result.stdout.partition("{")[1] + result.stdout.partition("{")[2])
+    assert (found["cause"], found["read_as"]) == ("removed", "document")
 
 
 @pytest.mark.parametrize(
