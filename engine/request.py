@@ -3,7 +3,7 @@
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from engine.outputs import RequestMetrics, RequestOutput
+from engine.outputs import Logprob, RequestMetrics, RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence, SequenceState
 from engine.stream import Stream
@@ -44,8 +44,14 @@ class Request:
             outputs=[each.output() for each in self.sequences if not each.prefill_only],
             finished=self.is_finished,
             metrics=self.metrics(),
-            prompt_logprobs=self.sequences[0].prompt_logprobs,
+            prompt_logprobs=self.prompt_logprobs,
         )
+
+    @property
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """None as well while some are missing: another sample may be ahead of the first."""
+        first = self.sequences[0]
+        return first.prompt_logprobs if first.is_scored else None
 
     def metrics(self, now: float = 0.0) -> RequestMetrics:
         """Times and counts of the first sample: the prompt counts once.

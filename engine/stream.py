@@ -78,7 +78,7 @@ class Stream:
             outputs=_merged(parts),
             finished=is_last,
             metrics=metrics,
-            prompt_logprobs=request.sequences[0].prompt_logprobs if is_first else None,
+            prompt_logprobs=request.prompt_logprobs if is_first else None,
         )
 
 

@@ -223,19 +223,24 @@ class Eager:
         with torch.inference_mode():
             return self._network(torch.tensor([token_ids]), use_cache=False).logits[0].float()
 
-    def assert_greedy(self, prompt: list[int], answer: CompletionOutput) -> None:
+    def assert_answer(
+        self, prompt: list[int], answer: CompletionOutput, *, is_greedy: bool = True
+    ) -> None:
         """The answer, asked with the logprobs of every token, is what this model says.
 
-        Each of its tokens is the best one behind those before it, which makes the whole the greedy
-        answer, unless the two best lie within 1e-4 of the logits' range: matrix products change by
-        about 4e-5 with the number of rows, so there either of the two is right. The logits behind
-        the tokens that were chosen are compared at every step, after such a one too.
+        If it is greedy, each of its tokens is the best one behind those before it, which makes the
+        whole the greedy answer, unless the two best lie within 1e-4 of the logits' range: matrix
+        products change by about 4e-5 with the number of rows, so there either of the two is right.
+        The logits behind the tokens that were chosen are compared at every step, after such a one
+        too.
         """
         given = answer.token_ids
         logits = self.logits(prompt + given[:-1])[len(prompt) - 1 :]
         assert answer.logprobs is not None
         got = torch.tensor([[row[i].logprob for i in range(len(row))] for row in answer.logprobs])
         assert_close(got, logits.log_softmax(-1))
+        if not is_greedy:
+            return
         for step, (token, row) in enumerate(zip(given, logits, strict=True)):
             best = row.topk(2)
             gap = (best.values[0] - best.values[1]) / (row.max() - row.min())
