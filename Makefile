@@ -2,6 +2,7 @@
 # make test        the tests that a CPU can run, each layer in a process of its own
 # make soak-store  200,000 random operations on the block store
 # make soak-kernels  thousands of random shapes through the kernels
+# make soak-engine  20,000 random workloads of the engine against transformers
 # make soak-disk   the disk tier killed, damaged and shared for half an hour
 # make bench-smoke  toy sizes of every benchmark, their ratios held against bounds
 # make peers       vLLM and llama.cpp, each in an environment below .peers, for kvstore bench engine
@@ -22,7 +23,7 @@ export GOMP_SPINCOUNT ?= 0
 # or a checkout that was moved makes the install unfinished again.
 $(shell [ -x $(PY) ] && [ "$$(cat $(STAMP) 2>/dev/null)" = "$$(pwd -P)" ] || rm -f $(STAMP))
 
-.PHONY: help install demo peers test test-kvstore test-kernels test-engine test-tools soak-store soak-kernels soak-disk bench-smoke lint clean
+.PHONY: help install demo peers test test-kvstore test-kernels test-engine test-tools soak-store soak-kernels soak-engine soak-disk bench-smoke lint clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -70,6 +71,10 @@ soak-store: install
 
 soak-kernels: install
 	KERNEL_EXAMPLES=2000 $(PY) -m pytest -o faulthandler_timeout=0 tests/kernels
+
+# Two processes, for about half an hour.
+soak-engine: install
+	KVSTORE_ENGINE_WORKLOADS=20000 $(PY) -m pytest -s -o faulthandler_timeout=0 tests/engine/test_differential.py
 
 soak-disk: install
 	$(PY) -m pytest -m soak -o faulthandler_timeout=0 tests/kvstore/disk

@@ -1,9 +1,9 @@
 """Random workloads on tiny tiers give what transformers gives without any cache.
 
 Each workload is a few acts on one engine after another over the same directory: prompts that share
-beginnings, chat turns over earlier answers, several samples, aborts; a device of a few blocks, so
-that they move and sequences are preempted; tiers that are emptied, disks that fail, are slow,
-forget and flip bits; restarts. Every answer is compared with transformers' own
+beginnings, chat turns over earlier answers, several samples, forks, aborts; a device of a few
+blocks, so that they move and sequences are preempted; tiers that are emptied; disks that fail,
+forget, are slow, and whose bits flip; restarts. Every answer is compared with transformers' own
 (``Eager.assert_answer``).
 
     .venv/bin/python tests/engine/test_differential.py SEED [COUNT]
@@ -20,7 +20,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
@@ -28,10 +28,11 @@ from unittest.mock import patch
 import lmdb
 import pytest
 import torch
-from architectures import BLOCK, VOCAB, Eager, load, make_network
+from architectures import BLOCK, VOCAB, Eager, make_network, make_tokenizer
 
 from engine import LLM, RequestOutput, SamplingParams
-from engine.model_loader import LoadedModel
+from engine.generation import Generation
+from engine.model_loader import LoadedModel, prepare_model
 from engine.outputs import CompletionOutput
 from kvstore.block import BlockRef
 from kvstore.errors import BlockMissingError, CorruptBlockError, KVStoreError
@@ -42,6 +43,10 @@ MODELS = ("Llama", "Gemma-3", "gpt-oss", "Qwen3-MoE", "GPT-2", "Mistral")
 MAX_LEN = 64
 LEAST_BLOCKS = MAX_LEN // BLOCK  # of the device: it must hold one sequence
 NUM_REQUESTS = 6
+EOS = 2
+
+TEMPLATE = """{% for message in messages %}{{ message.role }}:{{ message.content }};{% endfor %}\
+{% if add_generation_prompt %}a:{% endif %}"""
 
 NUM_IN_CI = 40
 NUM_ASKED = int(os.environ.get("KVSTORE_ENGINE_WORKLOADS", NUM_IN_CI))
@@ -50,16 +55,12 @@ NUM_PROCESSES = 2
 
 @functools.cache
 def model(name: str) -> tuple[LoadedModel, Eager]:
-    return load(name, max_model_len=MAX_LEN), Eager(make_network(name), MAX_LEN)
-
-
-@dataclass(slots=True)
-class Exchange:
-    """A request and what came back, some of it while it ran."""
-
-    prompt: list[int]
-    params: SamplingParams
-    answers: dict[int, CompletionOutput]
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    loaded = prepare_model(
+        make_network(name), tokenizer, name=name, block_size=BLOCK, max_model_len=MAX_LEN
+    )
+    return loaded, Eager(make_network(name), MAX_LEN)
 
 
 class Workload:
@@ -107,7 +108,7 @@ class Workload:
             "block_size": BLOCK,
             "max_model_len": MAX_LEN,
             "device_cache": size * (LEAST_BLOCKS + rng.choice([0, 0, 0, 2, 8])),
-            "host_cache": size * rng.choice([0, 1, 4, 10, 20]),
+            "host_cache": size * rng.choice([0, 2, 8, 15, 30]),
             "disk_cache": self.directory if rng.random() < 0.8 else None,
             "disk_cache_size": "4MiB",
             "max_num_seqs": num_seqs,
@@ -115,7 +116,7 @@ class Workload:
             "load_policy": rng.choice(["always", "always", "always", "auto", "never"]),
             "write_policy": rng.choice(["write_behind", "write_through", "write_back", "min_hits"]),
             "enable_prefix_caching": rng.random() < 0.95,
-            "skip_tokenizer_init": True,
+            "scheduling_policy": rng.choice(["fcfs", "longest_prefix"]),
             "store_config": {
                 "dirty_max_age_s": rng.choice([0.0, 0.005, 100.0]),
                 "group_commit_s": 0.0,
@@ -184,16 +185,11 @@ class Workload:
     # ---- requests ------------------------------------------------------------------------------
 
     def act(self, llm: LLM) -> None:
-        """Some requests at once, and a look at their answers and at the cache."""
+        """Some requests, and a look at their answers and at the cache."""
+        kind = self.rng.choice([self.generate, self.generate, self.stream, self.branch, self.chat])
         count = min(self.num_left, self.rng.choice([1, 1, 2, 3, 6]))
         self.num_left -= count
-        asked = [Exchange(self.prompt(), self.params(), {}) for _ in range(count)]
-        salt = self.rng.choice([None, None, None, "other"])
-        streamed = self.rng.random() < 0.4
-        (self.stream if streamed else self.generate)(llm, asked, salt)
-        for exchange in asked:
-            for answer in exchange.answers.values():
-                self.compare(exchange, answer)
+        kind(llm, count, self.rng.choice([None, None, None, "other"]))
         assert llm.check() == []
 
     def tokens(self, count: int) -> list[int]:
@@ -213,56 +209,103 @@ class Workload:
             max_tokens=rng.choice([1, 4, 12]),
             ignore_eos=rng.random() < 0.5,
             logprobs=-1,
+            detokenize=False,
             prompt_logprobs=0 if rng.random() < 0.1 else None,
         )
 
-    def generate(self, llm: LLM, asked: list[Exchange], salt: str | None) -> None:
-        prompts, params = [each.prompt for each in asked], [each.params for each in asked]
+    def generate(self, llm: LLM, count: int, salt: str | None) -> None:
+        params = [self.params() for _ in range(count)]
+        prompts = [self.prompt() for _ in range(count)]
         outputs = llm.generate(prompts, params, cache_salt=salt, use_tqdm=False)
-        for exchange, output in zip(asked, outputs, strict=True):
-            self.keep(exchange, output)
-            cached = output.metrics.cached_tokens
-            assert sum(cached.values()) + output.metrics.computed_tokens == len(exchange.prompt)
-            self.seen.update({f"from {tier}": count for tier, count in cached.items()})
+        for each, output in zip(params, outputs, strict=True):
+            self.compare(each, output)
+            self.seen.update(
+                {f"from {tier}": n for tier, n in output.metrics.cached_tokens.items()}
+            )
 
-    def stream(self, llm: LLM, asked: list[Exchange], salt: str | None) -> None:
+    def stream(self, llm: LLM, count: int, salt: str | None) -> None:
         """Read deltas, and abort some requests, or all that are left, on the way."""
-        prompts, params = [each.prompt for each in asked], [each.params for each in asked]
+        params = [self.params() for _ in range(count)]
+        prompts = [self.prompt() for _ in range(count)]
+        answers: dict[tuple[str, int], CompletionOutput] = {}
+        stop_after = self.rng.choice([1000, 1000, self.rng.randint(1, 8)])
         with llm.generate(prompts, params, cache_salt=salt, stream=True) as deltas:
-            exchanges = dict(zip(deltas.request_ids, asked, strict=True))
-            stop_after = self.rng.choice([1000, 1000, self.rng.randint(1, 8)])
+            asked = dict(zip(deltas.request_ids, zip(prompts, params, strict=True), strict=True))
             for number, delta in enumerate(deltas):
-                self.keep(exchanges[delta.request_id], delta)
-                if self.rng.random() < 0.1:
-                    llm._core.abort([self.rng.choice(deltas.request_ids)])
+                for part in delta.outputs:
+                    key = (delta.request_id, part.index)
+                    answers[key] = joined(answers[key], part) if key in answers else part
+                if number == stop_after or self.rng.random() < 0.1:
                     self.seen["aborts"] += 1
+                    llm.abort(self.rng.choice(deltas.request_ids))
                 if number == stop_after:
-                    self.seen["aborts"] += 1
                     break
+        for (request_id, _), answer in answers.items():
+            self.compare_answer(*asked[request_id], answer)
 
-    def keep(self, exchange: Exchange, output: RequestOutput) -> None:
-        """Add what is new to what is known of the answers; all of it, where it came at once."""
+    def branch(self, llm: LLM, count: int, salt: str | None) -> None:
+        """Answers that are forked and aborted where they happen to be."""
+        asked: list[tuple[SamplingParams, Generation]] = []
+        for number in range(count):
+            params = self.params()
+            if number and self.rng.random() < 0.7:
+                parent_params, parent = self.rng.choice(asked)
+                wanted = self.rng.randint(0, 4)
+                while not parent.is_finished and num_tokens(parent.so_far()) < wanted:
+                    pass
+                index = self.rng.randrange(parent_params.n)
+                more = self.tokens(self.rng.choice([0, 0, 1, 5]))
+                generation = parent.fork(params, append=more, index=index)
+                self.seen["forks"] += 1
+            else:
+                generation = llm.start(self.prompt()[: MAX_LEN // 2], params, cache_salt=salt)
+            asked.append((params, generation))
+            if self.rng.random() < 0.1:
+                self.rng.choice(asked)[1].abort()
+                self.seen["aborts"] += 1
+        for params, generation in asked:
+            self.compare(params, generation.result())
+
+    def chat(self, llm: LLM, count: int, salt: str | None) -> None:
+        """Turns of one conversation, or of two that part ways."""
+        sessions = [llm.session("Hi" if self.rng.random() < 0.5 else None, cache_salt=salt)]
+        for _ in range(min(count, 3)):
+            if self.rng.random() < 0.3:
+                sessions.append(sessions[0].fork())
+            params = replace(self.params(), n=1, max_tokens=self.rng.choice([1, 4]))
+            output = self.rng.choice(sessions).ask(self.rng.choice(["a", "bcd"]), params)
+            self.compare(params, output)
+            self.seen["turns"] += 1
+
+    def compare(self, params: SamplingParams, output: RequestOutput) -> None:
+        prompt, cached = output.prompt_token_ids, output.metrics.cached_tokens
+        assert sum(cached.values()) + output.metrics.computed_tokens == len(prompt)
         if output.prompt_logprobs is not None:
-            assert len(output.prompt_logprobs) == len(exchange.prompt)
-        for part in output.outputs:
-            old = exchange.answers.get(part.index)
-            exchange.answers[part.index] = part if old is None else joined(old, part)
-            if part.finish_reason in ("stop", "length"):
-                answer = exchange.answers[part.index].token_ids
-                self.dialogues.append((exchange.prompt + answer)[: MAX_LEN - 4])
+            assert len(output.prompt_logprobs) == len(prompt)
+        for answer in output.outputs:
+            self.compare_answer(prompt, params, answer)
 
-    def compare(self, exchange: Exchange, answer: CompletionOutput) -> None:
-        self.seen["answers"] += 1
-        assert answer.finish_reason or len(answer.token_ids) <= exchange.params.max_tokens
+    def compare_answer(
+        self, prompt: list[int], params: SamplingParams, answer: CompletionOutput
+    ) -> None:
         if answer.token_ids:
-            is_greedy = exchange.params.is_greedy
-            self.eager.assert_answer(exchange.prompt, answer, is_greedy=is_greedy)
+            self.seen["answers"] += 1
+            self.eager.assert_answer(prompt, answer, is_greedy=params.is_greedy)
+        if answer.finish_reason in ("stop", "length"):
+            most = min(params.max_tokens, MAX_LEN - len(prompt))
+            is_whole = len(answer.token_ids) == most or answer.token_ids[-1] == EOS
+            assert is_whole, "it ended early"
+            self.dialogues.append((prompt + answer.token_ids)[: MAX_LEN - 4])
 
     def count(self, llm: LLM) -> None:
         stats = llm.stats()
         self.seen["preemptions"] += llm._core.scheduler.num_preemptions
         self.seen["failed loads"] += sum(stats.failed_loads.values())
         self.seen["evicted blocks"] += stats.tiers["device"].evicted_blocks
+
+
+def num_tokens(output: RequestOutput) -> int:
+    return max(len(sample.token_ids) for sample in output.outputs)
 
 
 def joined(old: CompletionOutput, new: CompletionOutput) -> CompletionOutput:
@@ -300,17 +343,17 @@ def one_torch_thread():
     torch.set_num_threads(before)
 
 
-@pytest.mark.skipif(NUM_ASKED != NUM_IN_CI, reason="the long run has these workloads too")
 def test_random_workloads_answer_as_transformers_does(one_torch_thread):
-    seen = run_workloads(0, NUM_IN_CI)
-    print(dict(seen))
+    if NUM_ASKED > NUM_IN_CI:
+        run_in_processes()
+        return
+    seen = run_workloads(0, NUM_ASKED)
     happened = ["from device", "from host", "from disk", "preemptions", "evicted blocks"]
-    happened += ["aborts", "failed loads", "flipped bits", "restarts"]
+    happened += ["forks", "turns", "aborts", "failed loads", "flipped bits", "restarts"]
     assert [event for event in happened if not seen[event]] == []
 
 
-@pytest.mark.skipif(NUM_ASKED == NUM_IN_CI, reason="KVSTORE_ENGINE_WORKLOADS asks for no more")
-def test_the_long_run_of_workloads_answers_as_transformers_does():
+def run_in_processes() -> None:
     share = -(-NUM_ASKED // NUM_PROCESSES)
     commands = [
         [sys.executable, __file__, f"{i * share}", f"{share}"] for i in range(NUM_PROCESSES)
