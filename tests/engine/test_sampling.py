@@ -139,11 +139,13 @@ def test_a_preempted_request_scores_every_token_of_its_prompt_once(model, eager)
         assert llm.check() == []
 
 
-def test_a_stream_brings_the_prompts_logprobs(llm, eager):
-    prompt = tokens(20, 3)
-    params = SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=1)
-    for delta in llm.generate([prompt], params, stream=True):
-        assert_scores_of_the_prompt(eager, prompt, delta.prompt_logprobs, 1)
+def test_a_stream_brings_the_prompts_logprobs_first_and_whole(llm, eager):
+    """Beside a second sample they used to come before all of them were known."""
+    prompt = tokens(70, 3)
+    params = SamplingParams(n=2, seed=1, max_tokens=3, prompt_logprobs=1)
+    first, *others = llm.generate([prompt], params, stream=True)
+    assert_scores_of_the_prompt(eager, prompt, first.prompt_logprobs, 1)
+    assert [delta.prompt_logprobs for delta in others] == [None] * len(others)
 
 
 def test_scoring_the_prompt_changes_no_bit_in_deterministic_mode(tiny_model):
