@@ -59,6 +59,8 @@ class PromptReader:
         """Token ids of a conversation, up to where the model's next message begins."""
         tokenizer = self.need_tokenizer("chat()")
         conversation = [as_message(message) for message in messages]
+        if not conversation:
+            raise ConfigError("the conversation has no messages")
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigError(
                 "chat() needs a chat template and the tokenizer has none: set chat_template of "

@@ -1,4 +1,4 @@
-"""The paths of the server. Does not know how it is run (``engine.server.listener``)."""
+"""The paths of the server. Does not know how it is run (``engine.server.running``)."""
 
 import asyncio
 import contextlib
@@ -22,6 +22,7 @@ from kvstore.errors import StoreClosedError
 
 T = TypeVar("T")
 
+_EVENT_HEADERS = {"Cache-Control": "no-cache"}
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -58,7 +59,7 @@ class _Server:
         if self._api_key is None:
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        is_right = hmac.compare_digest(given.encode(), self._api_key.encode())
+        is_right = hmac.compare_digest(given.encode("latin-1"), self._api_key.encode())
         if scheme.lower() != "bearer" or not is_right:
             message = "this server wants its API key, as Authorization: Bearer KEY"
             raise ApiError(401, message, code="invalid_api_key")
@@ -66,8 +67,8 @@ class _Server:
     async def health(self) -> Response:
         try:
             await self._llm.check_health()
-        except StoreClosedError as error:
-            return JSONResponse({"status": str(error)}, 503)
+        except StoreClosedError:  # what ended it is not for strangers
+            return JSONResponse({"status": "the engine has ended"}, 503)
         return JSONResponse({"status": "ok"})
 
     async def metrics(self) -> Response:
@@ -117,7 +118,7 @@ class _Server:
             if is_streamed:
                 streams = await self._open(numbered, params, cache_salt)
                 events = _events(reply, streams)
-                return StreamingResponse(events, media_type="text/event-stream")
+                return StreamingResponse(events, 200, _EVENT_HEADERS, "text/event-stream")
             answers = (
                 self._llm.answer(prompt, params, name, cache_salt=cache_salt)
                 for prompt, name in numbered
@@ -177,8 +178,7 @@ async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     finally:
         for task in (working, watching):
             task.cancel()
-        with contextlib.suppress(BaseException):
-            await working
+        await asyncio.gather(working, watching, return_exceptions=True)
 
 
 async def _disconnection(request: Request) -> None:
@@ -191,9 +191,10 @@ async def _events(reply: Reply, streams: Sequence[AsyncOutputStream]) -> AsyncGe
     try:
         for chunk in reply.opening(len(streams)):
             yield _event(chunk)
-        async for number, delta in _interleaved(streams):
-            for chunk in reply.chunks(number, delta):
-                yield _event(chunk)
+        async with contextlib.aclosing(_interleaved(streams)) as deltas:
+            async for number, delta in deltas:
+                for chunk in reply.chunks(number, delta):
+                    yield _event(chunk)
         for chunk in reply.closing():
             yield _event(chunk)
     except Exception as error:  # the status has been sent already
@@ -220,6 +221,7 @@ async def _interleaved(
     finally:
         for task in waiting:
             task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
 
 
 def _close(streams: Sequence[AsyncOutputStream]) -> None:

@@ -31,6 +31,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...] | None] = {
     "user": None,
 }
 
+_MAX_N = 128  # as OpenAI has it: each sample takes memory before it runs
 _COMPLETION_TOKENS = 16  # without max_tokens: OpenAI's default
 
 _SAMPLING = (
@@ -94,7 +95,9 @@ class Body(BaseModel):
         return kept
 
     @model_validator(mode="after")
-    def _check_stream_options(self) -> "Body":
+    def _check(self) -> "Body":
+        if self.n is not None and self.n > _MAX_N:
+            raise ApiError(400, f"n: expected at most {_MAX_N}, got {self.n}", param="n")
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options: only with stream=true", param="stream_options")
         return self

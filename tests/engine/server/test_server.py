@@ -250,6 +250,8 @@ def test_errors_are_those_that_the_client_knows(client, server):
         ({"temperature": -1}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
         ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"messages": []}, None),
         ({"max_tokens": 0}, "max_tokens"),
         ({"top_p": 2}, "top_p"),
         ({"stop": ""}, "stop"),
