@@ -216,6 +216,9 @@ class Scheduler:
 
     def _collect_probed(self) -> None:
         for sequence in list(self.probing):
+            if self._is_late(sequence):
+                assert sequence.lookup is not None
+                self._store.stop_probing(sequence.lookup)
             if self._look_up(sequence):
                 del self.probing[sequence]
                 self._end_promoting(sequence)
@@ -325,14 +328,16 @@ class Scheduler:
 
     def next_deadline(self) -> float:
         """Clock time at which a sequence stops waiting for its blocks; infinity for none."""
-        deadline = self._store.config.promote_deadline_s
-        since = [sequence.times.promote_since for sequence in self.promoting]
-        return math.inf if deadline is None or not since else min(since) + deadline
+        waiting = [*self.probing, *self.promoting]
+        return min(map(self._is_late_at, waiting), default=math.inf)
+
+    def _is_late_at(self, sequence: Sequence) -> float:
+        """When the sequence has waited for tiers as long as it may, all its waits together."""
+        deadline, times = self._store.config.promote_deadline_s, sequence.times
+        return math.inf if deadline is None else times.promote_since - times.promote_s + deadline
 
     def _is_late(self, sequence: Sequence) -> bool:
-        deadline = self._store.config.promote_deadline_s
-        waited = self._clock() - sequence.times.promote_since
-        return deadline is not None and waited >= deadline
+        return self._clock() >= self._is_late_at(sequence)
 
     def _begin_promoting(self, sequence: Sequence, state: SequenceState) -> None:
         sequence.state = state

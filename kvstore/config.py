@@ -120,7 +120,9 @@ class StoreConfig(DiskConfig):
     reuse_unit_blocks: int = 1  # a prefix is reused in multiples of so many blocks
     staging_bytes: int = 64 << 20  # buffer between disk and a device the processor cannot address
     write_bytes_per_s: float = 1 << 30  # most that cleaning writes to disk
-    promote_deadline_s: float | None = None  # after this long a request computes instead
+    # What a request waits for tiers, altogether: None until they have answered, a time after which
+    # it computes what has not arrived, 0 for what is there at once (best effort).
+    promote_deadline_s: float | None = None
     event_file: str | os.PathLike[str] | None = None  # what happens to blocks is appended here
 
     def __post_init__(self) -> None:

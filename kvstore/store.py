@@ -232,6 +232,12 @@ class BlockStore:
             self._reporter.count(lookup, has_disk=self._disk is not None)
         return lookup
 
+    def stop_probing(self, lookup: Lookup) -> None:
+        """The request waits no longer for disk's answer: what memory holds is what it has found."""
+        self._check_open()
+        if not lookup.is_ready:
+            self._end_lookup(lookup)
+
     def reserve(self, lookup: Lookup, num_tokens: int, *, chunk_tokens: int | None = None) -> Lease:
         """Device blocks for the matched prefix and the tokens computed first, or none at all.
 
@@ -564,9 +570,13 @@ class BlockStore:
     def _end_probe(self, lookup: Lookup, found: Probed | KVStoreError) -> None:
         if isinstance(found, KVStoreError):
             self._lose_disk(found)
-        else:
+        elif not lookup.is_ready:
             lookup.on_disk = {entry.key for entry in found.entries}
             lookup.below = found.below
+        if not lookup.is_ready:
+            self._end_lookup(lookup)
+
+    def _end_lookup(self, lookup: Lookup) -> None:
         self._matcher.note_sources(lookup)
         self._reporter.count(lookup, has_disk=self._disk is not None)
         lookup.state = LookupState.READY

@@ -15,6 +15,7 @@ import transformers
 from engine import SamplingParams
 from kvstore.errors import ConfigError, StoreClosedError
 from kvstore.events import BlockStored
+from kvstore.testing import FaultyDisk
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
 BLOCK = 2 * 2 * 16 * 2 * 16 * 4  # bytes of one block of the tiny model
@@ -128,6 +129,25 @@ def test_a_prompt_of_higher_priority_outlives_later_ones(make_llm, tiny_prompts)
     (kept,) = llm.generate([important], GREEDY)
     (lost,) = llm.generate([ordinary], GREEDY)
     assert (kept.num_cached_tokens, lost.num_cached_tokens) == (64, 0)
+
+
+@pytest.mark.parametrize("deadline_s", [0.0, 0.02])
+def test_a_request_computes_what_disk_does_not_bring_in_time(
+    make_llm, tiny_prompts, tmp_path, deadline_s
+):
+    first = make_llm(disk_cache=tmp_path / "cache")
+    (cold,) = first.generate([tiny_prompts[0]], GREEDY)
+    first.close()
+    second = make_llm(
+        disk_cache=tmp_path / "cache", store_config={"promote_deadline_s": deadline_s}
+    )
+    transfer = second._core.store._transfer
+    transfer._disk = disk = FaultyDisk(transfer._disk)
+    disk.is_held = True
+    (late,) = second.generate([tiny_prompts[0]], GREEDY)
+    assert cached(late)["disk"] == 0
+    assert tokens([late]) == tokens([cold])
+    disk.is_held = False
 
 
 def test_a_seed_gives_the_same_sample_whatever_else_runs(make_llm, tiny_prompts):

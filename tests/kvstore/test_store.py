@@ -565,3 +565,16 @@ def test_hits_misses_and_residents_add_up(make_engine):
     assert 0 < hits <= 12
     device = stats.tiers["device"]
     assert device.used_bytes == device.used_blocks * engine.store.layout.block_bytes
+
+
+@pytest.mark.parametrize(("policy", "survives"), [("lru", 0), ("slru", 4), ("s3-fifo", 4)])
+def test_a_giant_document_read_once_wipes_out_the_hot_set_of_lru_only(
+    make_engine, policy, survives
+):
+    engine = make_engine(24, config=StoreConfig(policy=policy))
+    hot = [token for block in range(4) for token in [block] * 4]
+    for _ in range(3):
+        engine.run(hot + END)
+    for part in range(5):
+        engine.run([100 + part] * 4 * 10 + END)
+    assert len(engine.look_up(hot + END).sources) == survives

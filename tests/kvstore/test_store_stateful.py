@@ -30,12 +30,13 @@ from kvstore.errors import (
     ConfigError,
     CorruptBlockError,
     OutOfBlocksError,
+    TierBrokenError,
 )
 from kvstore.hashing import namespace_id
 from kvstore.lease import Lease, Pin
 from kvstore.store import BlockStore
 from kvstore.testing import FakeClock, FakeEngine, FaultyDisk, MemoryDisk
-from kvstore.tiers.host import HostPool
+from kvstore.tiers.host import HostCopier, HostPool
 
 LAYOUT = BlockLayout(num_layers=1, block_size=2, num_kv_heads=1, head_dim=4, dtype="float16")
 # Prompts begin with a part of one of a few documents, so that they share prefixes of every length.
@@ -50,6 +51,24 @@ MORE = st.lists(st.integers(0, 1), max_size=6)
 SALTS = st.sampled_from(["", "", "tenant"])
 NUM_STEPS = int(os.environ.get("KVSTORE_STATEFUL_STEPS", "2400"))
 _STEPS_A_RUN = 40
+
+
+class FaultyCopier(HostCopier):
+    """Copies to and from host memory fail once it is broken."""
+
+    is_broken = False
+
+    async def copy_out(self, *arguments):
+        self.check()
+        await super().copy_out(*arguments)
+
+    async def copy_in(self, *arguments):
+        self.check()
+        await super().copy_in(*arguments)
+
+    def check(self):
+        if self.is_broken:
+            raise TierBrokenError("the memory is gone", tier="host")
 
 
 @dataclass(eq=False)
@@ -89,10 +108,13 @@ class StoreMachine(RuleBasedStateMachine):
     def open_store(self):
         device, host = self.sizes
         self.disk = FaultyDisk(self.memory) if self.memory is not None else None
+        pool = HostPool(device, LAYOUT.block_bytes)
+        self.copier = FaultyCopier(pool)
         self.store = BlockStore(
             LAYOUT,
             namespace_id({}),
-            HostPool(device, LAYOUT.block_bytes),
+            pool,
+            copier=self.copier,
             host_blocks=host,
             disk=self.disk,
             config=self.config,
@@ -114,13 +136,15 @@ class StoreMachine(RuleBasedStateMachine):
         )
         self.store.close(10.0)
 
-    @rule(target=leases, tokens=PROMPTS, salt=SALTS)
-    def acquire(self, tokens, salt):
-        """Reserve without waiting for the transfers it needs."""
-        return self.start(tokens, salt)
+    @rule(target=leases, tokens=PROMPTS, salt=SALTS, is_patient=st.booleans())
+    def acquire(self, tokens, salt, is_patient):
+        """Reserve without waiting for the transfers it needs, or even for what disk has."""
+        return self.start(tokens, salt, is_patient=is_patient)
 
-    def start(self, tokens, salt):
+    def start(self, tokens, salt, *, is_patient=True):
         lookup = self.store.lookup(self.encode(tokens), salt)
+        if not is_patient:
+            self.store.stop_probing(lookup)
         if not lookup.is_ready and self.disk is not None and not self.disk.is_held:
             self.store.run_until_idle(10.0)
         entry = Entry(None, list(tokens))
@@ -307,6 +331,11 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(chance=st.integers(0, 30))
     def break_disk(self, chance):
         self.disk.is_broken = self.disk.is_broken or chance == 17
+
+    @precondition(lambda self: self.store.host is not None)
+    @rule(chance=st.integers(0, 30))
+    def break_host(self, chance):
+        self.copier.is_broken = self.copier.is_broken or chance == 17
 
     @precondition(lambda self: self.memory is not None)
     @rule(choice=st.integers(0, 100))

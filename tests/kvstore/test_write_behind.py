@@ -1,0 +1,115 @@
+"""Which dirty blocks are written when, and in which order."""
+
+import pytest
+
+from kvstore.config import StoreConfig
+from kvstore.testing import FakeClock, FaultyDisk, MemoryDisk
+
+END = [0]
+
+
+def document(number, num_blocks):
+    return [number * 100 + i for i in range(4 * num_blocks)]
+
+
+def settle(engine):
+    assert engine.store.run_until_idle(10.0)
+
+
+@pytest.fixture
+def clock():
+    return FakeClock()
+
+
+def test_nearly_full_memory_is_cleaned_until_the_low_watermark_oldest_first(make_engine, clock):
+    memory = MemoryDisk()
+    config = StoreConfig(
+        dirty_max_age_s=1000.0, high_watermark=0.75, low_watermark=0.5, group_commit_bytes=1
+    )
+    engine = make_engine(16, disk=memory, config=config, clock=clock)
+    first = engine.run(document(1, 8) + END)
+    clock.advance(1.0)
+    settle(engine)
+    assert memory.blocks == {}  # below the high watermark nothing is due
+    engine.run(document(2, 4) + END)
+    settle(engine)
+    assert engine.store.stats().dirty_blocks == 8
+    assert list(memory.blocks) == first.keys[:4]  # root first
+    clock.advance(1000.0)
+    settle(engine)
+    assert engine.store.stats().dirty_blocks == 0
+
+
+def test_a_parent_is_written_before_its_children_whatever_the_group(make_engine, clock):
+    memory = MemoryDisk()
+    engine = make_engine(32, disk=memory, config=StoreConfig(group_commit_bytes=1), clock=clock)
+    for number in (1, 2):
+        engine.run(document(number, 6) + END)
+    engine.store.flush(10.0)
+    seen = set()
+    for ref, _ in memory.blocks.values():
+        assert ref.depth == 0 or ref.parent in seen
+        seen.add(ref.key)
+    assert len(seen) == 12
+
+
+def test_what_is_dirty_and_since_when_is_told(make_engine, clock):
+    disk = FaultyDisk(MemoryDisk())
+    engine = make_engine(32, disk=disk, clock=clock)
+    engine.run(document(1, 2) + END)
+    clock.advance(1.5)
+    engine.run(document(2, 3) + END)
+    stats = engine.store.stats()
+    assert (stats.dirty_blocks, stats.oldest_dirty_age_s) == (5, 1.5)
+    engine.store.flush(10.0)
+    stats = engine.store.stats()
+    assert (stats.dirty_blocks, stats.oldest_dirty_age_s) == (0, 0.0)
+    assert stats.written.written_blocks == 5
+    assert stats.written_bytes_last_day == 5 * engine.store.layout.block_bytes
+
+
+def test_a_disk_that_cannot_keep_up_shows_in_the_age_and_a_flush_ends_in_time(make_engine, clock):
+    disk = FaultyDisk(MemoryDisk())
+    engine = make_engine(32, disk=disk, clock=clock, config=StoreConfig(group_commit_bytes=1))
+    engine.run(document(1, 3) + END)
+    disk.is_held = True
+    clock.advance(2.0)
+    engine.store.poll()
+    clock.advance(100.0)
+    assert engine.store.stats().oldest_dirty_age_s == 102.0
+    assert not engine.store.flush(0.01)
+    disk.is_held = False
+    assert engine.store.flush(10.0)
+
+
+def test_min_hits_writes_what_was_found_so_often(make_engine, clock):
+    memory = MemoryDisk()
+    config = StoreConfig(write_policy="min_hits", min_hits=2)
+    engine = make_engine(32, disk=memory, config=config, clock=clock)
+    for number_of_hits in range(3):
+        engine.run([*document(1, 2), number_of_hits])
+        clock.advance(3.0)
+        settle(engine)
+        assert len(memory.blocks) == (2 if number_of_hits == 2 else 0)
+    engine.run(document(2, 2) + END)
+    engine.store.flush(10.0)
+    assert len(memory.blocks) == 2
+
+
+def test_disk_is_told_of_a_use_once_in_a_touch_interval_leaf_first(make_engine, clock):
+    class Told(MemoryDisk):
+        touched: list[bytes]
+
+        async def touch(self, keys):
+            self.touched += keys
+
+    memory = Told()
+    memory.touched = []
+    engine = make_engine(32, disk=memory, clock=clock, config=StoreConfig(touch_interval_s=60.0))
+    lookup = engine.run(document(1, 3) + END)
+    engine.store.flush(10.0)
+    for _ in range(3):
+        clock.advance(25.0)
+        engine.run(document(1, 3) + END)
+        settle(engine)
+    assert memory.touched == lookup.keys[::-1]
