@@ -30,7 +30,6 @@ from kvstore.errors import ConfigError
 _IGNORED_CONFIG = frozenset(
     {"architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 )
-_LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 FrozenRope = Mapping[str, list[str | int]]
 

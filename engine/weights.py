@@ -59,7 +59,10 @@ def read_weights(directory: Path) -> Weights:
     """Of the checkpoint in ``directory``. Raises ``ConfigError`` when it has none, or a bad one."""
     files = _weight_files(directory)
     if not files:
-        raise ConfigError(f"model {directory}: it has no weights (*.safetensors or *.bin)")
+        raise ConfigError(
+            f"model {directory}: not a causal language model that transformers can load: it has no "
+            "weights (model.safetensors or pytorch_model.bin)"
+        )
     try:
         tensors = [tensor for file in files for tensor in _tensors(file)]
         kinds = (tensor.kind.partition(" ")[0] for tensor in tensors)

@@ -28,6 +28,8 @@ def _inspect(
         raise click.UsageError("--tree, --documents, --block and --watch are one at a time")
     if not is_watch and count is not None:
         raise click.UsageError("--count goes with --watch")
+    if not (is_tree or is_documents) and namespace is not None:
+        raise click.UsageError("--namespace goes with --tree and --documents")
     if is_watch:
         from tools.inspect_watch import watch
 

@@ -120,7 +120,7 @@ def block(path: str | Path, prefix: str) -> tuple[dict[str, Any], dict[str, Any]
     with reading(path) as env:
         if env is None:
             raise ConfigError(f"block {prefix}: the cache is empty")
-        key = find_block(env, prefix)
+        key = find_block(env, prefix, "block")
         with env.read() as txn:
             value = txn.get(key, db=env.index)
             payload = txn.get(key, db=env.payload)

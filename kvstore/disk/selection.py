@@ -202,8 +202,11 @@ def matching_namespaces(env: Environment, wanted: str | None) -> frozenset[bytes
     return found
 
 
-def find_block(env: Environment, prefix: str) -> bytes:
-    """The key that begins with these hex digits. Raises ``ConfigError`` unless it is one."""
+def find_block(env: Environment, prefix: str, what: str = "document") -> bytes:
+    """The key that begins with these hex digits. Raises ``ConfigError`` unless it is one.
+
+    ``what`` is what the user calls it.
+    """
     digits = prefix.strip().lower()
     try:
         first = bytes.fromhex(digits.ljust(2 * KEY_BYTES, "0"))
@@ -212,14 +215,14 @@ def find_block(env: Environment, prefix: str) -> bytes:
         first = last = b""
     if not digits or len(first) != KEY_BYTES:
         raise ConfigError(
-            f"document {prefix}: expected the beginning of a block's key, up to "
+            f"{what} {prefix}: expected the beginning of a block's key, up to "
             f"{2 * KEY_BYTES} hex digits"
         )
     with env.read() as txn:
         cursor = txn.cursor(db=env.index)
         found = bytes(cursor.key()) if cursor.set_range(first) else b"\xff" * (KEY_BYTES + 1)
         if found > last:
-            raise ConfigError(f"document {prefix}: no block has a key that begins so")
+            raise ConfigError(f"{what} {prefix}: no block has a key that begins so")
         if cursor.next() and bytes(cursor.key()) <= last:
-            raise ConfigError(f"document {prefix}: several blocks have a key that begins so")
+            raise ConfigError(f"{what} {prefix}: several blocks have a key that begins so")
     return found

@@ -182,7 +182,13 @@ def test_a_damaged_payload_is_shown_as_such(tmp_path, inspect):
 
 
 @pytest.mark.parametrize(
-    "options", [("--tree", "--documents"), ("--count", "3"), ("--watch", "--interval", "0")]
+    "options",
+    [
+        ("--tree", "--documents"),
+        ("--count", "3"),
+        ("--watch", "--interval", "0"),
+        ("--namespace", "tiny"),
+    ],
 )
 def test_views_do_not_mix(inspect, options):
     result = inspect(*options)
