@@ -1,7 +1,9 @@
 """Claims about the repository as a whole: layers, imports, and what the README says."""
 
 import ast
+import functools
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -29,10 +31,12 @@ THIRD_PARTY = {
 }  # fmt: skip
 
 
+@functools.cache
 def modules(folder: str) -> list[Path]:
     return sorted((ROOT / folder).rglob("*.py"))
 
 
+@functools.cache
 def imported(path: Path) -> set[str]:
     """Top-level names that a file imports, wherever in it."""
     names = set()
@@ -76,12 +80,12 @@ def test_only_the_server_needs_its_extra():
                 assert path.parent == ROOT / "engine" / "server", path
 
 
-@pytest.mark.parametrize("banned", ["torch", "triton", "transformers", "engine", "kernels"])
 @pytest.mark.parametrize(
     "package", ["kvstore", "kvstore.disk", "kvstore.disk.offline", "kvstore.planning"]
 )
-def test_the_store_imports_without(package, banned):
-    code = f"import sys; sys.modules[{banned!r}] = None; import {package}"
+def test_the_store_imports_without_torch_and_what_lies_above_it(package):
+    banned = ["torch", "triton", "transformers", "engine", "kernels"]
+    code = f"import sys; sys.modules |= dict.fromkeys({banned!r}); import {package}"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -127,29 +131,25 @@ def test_settings_in_the_readme_have_their_real_defaults():
         assert ast.literal_eval(shown) == defaults[name], name
 
 
-def test_the_example_in_the_readme_runs(tmp_path):
+def test_the_example_in_the_readme_runs(tmp_path, monkeypatch, capsys):
     (code,) = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
     demo_model()  # so that fetching it says nothing below
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    first, second = result.stdout.splitlines()
+    capsys.readouterr()
+    exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
+    first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("Marta Lindqvist is 41 years old. {'device': 17")
     assert second.startswith("Aiko Tanabe is from Japan. {'device': 17")
     assert (tmp_path / "kv-cache" / "data.mdb").exists()
 
 
-def test_the_prefix_caching_example_finds_its_table_the_second_time():
+def test_the_prefix_caching_example_finds_its_table_the_second_time(capsys):
     demo_model()
-    result = subprocess.run(
-        [sys.executable, ROOT / "examples" / "prefix_caching.py"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "Marta Lindqvist is 41" in result.stdout
-    assert "Pavel Horak is 29" in result.stdout
-    cached = [int(n) for n in re.findall(r"(\d+) prompt tokens cached", result.stdout)]
+    runpy.run_path(str(ROOT / "examples" / "prefix_caching.py"), run_name="__main__")
+    output = capsys.readouterr().out
+    assert "Marta Lindqvist is 41" in output
+    assert "Pavel Horak is 29" in output
+    cached = [int(n) for n in re.findall(r"(\d+) prompt tokens cached", output)]
     assert cached[0] == 0
     assert cached[1] > 1700
