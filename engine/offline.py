@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from engine.config import EngineConfig
 from engine.identity import expected_rope, model_identity, read_checkpoint
 from engine.model_source import ModelSource, resolve_model
 from engine.tokenizer_file import read_tokenizer
@@ -40,6 +41,7 @@ class OfflineModel:
         deterministic: bool = False,
     ) -> None:
         """Raises ``ConfigError`` for a model that is not on this machine, or is none."""
+        EngineConfig(block_size=block_size, max_model_len=max_model_len)  # refuses wrong ones
         if dtype != "auto" and dtype not in ITEMSIZE:
             raise ConfigError(f"dtype: expected auto, {', '.join(ITEMSIZE)}, got {dtype!r}")
         self.source: ModelSource = resolve_model(model, revision=revision, may_fetch=False)

@@ -11,6 +11,7 @@ import click
 
 from kvstore.errors import ConfigError
 from tools.command import JSON_OPTION, Command
+from tools.parameters import File, directory_argument
 from tools.text import escape
 
 
@@ -28,7 +29,8 @@ def _why(
     from kvstore.disk.slices import existing, reading
 
     existing(directory)
-    text = sys.stdin.read() if prompt_file == "-" else read_document(Path(prompt_file))
+    _check_text(cache_salt, "--cache-salt")
+    text = _read_stdin() if prompt_file == "-" else read_document(Path(prompt_file))
     if not text:
         raise ConfigError(f"prompt {prompt_file}: it is empty")
     model = OfflineModel(**settings)
@@ -41,6 +43,23 @@ def _why(
     else:
         click.echo(_describe(read_as, found))
     return 0 if found.is_cached else 1
+
+
+def _read_stdin() -> str:
+    try:
+        text = sys.stdin.read()
+    except UnicodeDecodeError:
+        raise ConfigError("prompt -: not UTF-8 text") from None
+    _check_text(text, "prompt -")
+    return text
+
+
+def _check_text(text: str, what: str) -> None:
+    """Bytes that are no UTF-8 come from a shell or a pipe as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{what}: not UTF-8 text") from None
 
 
 def _explanations(
@@ -148,9 +167,13 @@ why = Command(
         "kvstore why kv-cache --model ./llama --prompt-file - --json < prompt.txt",
     ),
     params=[
-        click.Argument(["directory"], metavar="DIR"),
+        directory_argument(),
         click.Option(
-            ["--prompt-file"], required=True, metavar="FILE", help="The text; - for stdin."
+            ["--prompt-file"],
+            required=True,
+            metavar="FILE",
+            type=File(),
+            help="The text; - for stdin.",
         ),
         click.Option(
             ["--document/--no-document", "is_document"],

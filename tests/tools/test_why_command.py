@@ -183,6 +183,8 @@ def test_a_cache_that_is_empty_explains_too(why, tmp_path):
         ((".", "--prompt-file", "missing.txt"), "missing.txt"),
         ((".", "--prompt-file", "-", "--model", "./missing"), "does not exist"),
         ((".", "--prompt-file", "-", "--dtype", "int4"), "dtype: expected auto"),
+        ((".", "--prompt-file", "-", "--block-size", "0"), "block_size: expected 8, 16"),
+        ((".", "--prompt-file", "-", "--cache-salt", "\udcff"), "--cache-salt: not UTF-8 text"),
         ((".",), "--prompt-file"),
     ],
 )
@@ -193,6 +195,15 @@ def test_a_mistake_is_one_line_and_2(options, message, tmp_path, monkeypatch, ca
     stdout, stderr = capsys.readouterr()
     (line,) = stderr.splitlines()
     assert (stdout, message in line) == ("", True)
+
+
+def test_a_prompt_that_is_no_text_is_one_line_and_2(cache, model):
+    command = [Path(sys.executable).with_name("kvstore"), "why", cache, "--model", model]
+    result = subprocess.run(
+        [*command, "--prompt-file", "-"], input=b"\xff\xfe", capture_output=True, check=False
+    )
+    assert (result.returncode, result.stdout) == (2, b"")
+    assert result.stderr == b"kvstore: prompt -: not UTF-8 text\n"
 
 
 def test_neither_torch_nor_transformers_is_imported(cache, model):
