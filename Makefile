@@ -5,7 +5,7 @@
 # make soak-engine  20,000 random workloads of the engine against transformers
 # make soak-disk   the disk tier killed, damaged and shared for half an hour
 # make bench-smoke  toy sizes of every benchmark, their ratios held against bounds
-# make peers       vLLM and llama.cpp, each in an environment below .peers, for kvstore bench engine
+# make peers       vLLM and llama.cpp, each in an environment below .peers, for kvstore bench engine and peers
 # make lint        ruff, formatting, types
 # make clean       removes .venv and what the tools left behind
 #

@@ -112,6 +112,11 @@ TOYS = {
         {"runs": 1, "root_tokens": 100, "breadth": 2, "depth": 2, "thought_tokens": 4},
         {"breadth 2, depth 2": ("at most", 0.7)},
     ),
+    "peers": Toy(
+        {"documents": 1, "document_tokens": 200, "new_tokens": 2, "restarts": 0}
+        | {"systems": "ours,transformers"},
+        {"second": ("at most", 0.6)},
+    ),
     "restart": Toy(
         {"runs": 1, "document_tokens": 300, "ends": "killed"}, {"killed": ("at most", 0.4)}
     ),

@@ -18,6 +18,7 @@ class EngineWorker:
             dtype=arguments.dtype,
             max_model_len=arguments.max_model_len,
             max_num_seqs=arguments.max_num_seqs,
+            disk_cache=arguments.disk_cache,
             load_policy="always",
         )
 
@@ -77,6 +78,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--max-num-seqs", type=int, default=64)
+    parser.add_argument("--disk-cache", help="directory of the disk tier; without, there is none")
     serve(EngineWorker(parser.parse_args()), answers)
 
 
