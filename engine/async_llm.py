@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from engine.llm import LLM
 from engine.outputs import RequestOutput
 from engine.prompts import Message, Prompt
+from engine.queue_stats import render_queue
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.sequence import CacheOptions
@@ -184,8 +185,10 @@ class AsyncLLM:
         return await self._call(lambda: self._llm._core.store.stats())
 
     async def metrics_text(self) -> str:
-        """The same numbers as Prometheus text (``kvstore.metrics``)."""
-        return render(await self.stats())
+        """The same numbers, and those of the queue, as Prometheus text (``kvstore.metrics``)."""
+        core = self._llm._core
+        stats, queue = await self._call(lambda: (core.store.stats(), core.queue_stats()))
+        return render(stats) + render_queue(queue)
 
     async def reset_prefix_cache(
         self, tier: str | None = None, *, cache_salt: str | None = None

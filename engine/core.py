@@ -23,6 +23,7 @@ from engine.backlog import Backlog
 from engine.calibration import Calibration
 from engine.chunking import AsFits, Chunking
 from engine.model_runner import ModelRunner, SequenceStep
+from engine.queue_stats import QueueStats
 from engine.request import Request
 from engine.sampler import SampledToken, sample
 from engine.scheduler import ScheduledSequence, Scheduler, SchedulingPolicy
@@ -127,6 +128,16 @@ class EngineCore:
         """End every request where it is, without waiting for it."""
         with contextlib.suppress(StoreClosedError):
             self.post(lambda: self._abort(list(self._requests)))
+
+    def queue_stats(self) -> QueueStats:
+        """Step thread."""
+        return QueueStats(
+            waiting_requests=self._backlog.num_waiting,
+            held_requests=len(self._held),
+            running_sequences=len(self.scheduler.running),
+            refused_requests=self._backlog.num_refused,
+            preemptions=self.scheduler.num_preemptions,
+        )
 
     def look_again(self) -> None:
         """A reader has caught up: what was paused for it may go on. Does not wait."""

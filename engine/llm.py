@@ -29,6 +29,7 @@ from engine.parts import build_parts
 from engine.preflight import check_cache_place
 from engine.progress import answers_bar
 from engine.prompts import Message, Prompt, PromptReader, as_params, as_prompts
+from engine.queue_stats import QueueStats, render_queue
 from engine.request import Request
 from engine.request_maker import RequestMaker
 from engine.sampling_params import SamplingParams
@@ -260,8 +261,12 @@ class LLM:
         return self._core.call(lambda: self._core.store.stats())
 
     def metrics_text(self) -> str:
-        """The same numbers as Prometheus text (``kvstore.metrics``)."""
-        return render(self.stats())
+        """The same numbers, and those of the queue, as Prometheus text (``kvstore.metrics``)."""
+        return render(self.stats()) + render_queue(self.queue_stats())
+
+    def queue_stats(self) -> QueueStats:
+        """A frozen snapshot of how many requests wait, run, and were refused."""
+        return self._core.call(self._core.queue_stats)
 
     def subscribe(self, sink: Callable[[Sequence[Event]], None]) -> Callable[[], None]:
         """Hand ``sink`` what happens to blocks (``kvstore.events``), in batches.

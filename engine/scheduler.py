@@ -192,7 +192,11 @@ class Scheduler:
     def _knows_prefix(self, sequence: Sequence) -> bool:
         """Whether it is known where the sequence's prefix lies, and nobody is computing its next
         block. If not, the sequence is put where it is found once that has changed."""
-        if not self._look_up(sequence):
+        is_known = self._look_up(sequence)
+        if is_known and sequence.lookup is not None and self._store.has_lost(sequence.lookup):
+            sequence.lookup = None
+            is_known = self._look_up(sequence, is_first=False)
+        if not is_known:
             self.waiting.set_aside(sequence)
             self.probing[sequence] = None
             return False
@@ -201,14 +205,14 @@ class Scheduler:
             self.waiting.park(sequence, key)
         return key is None
 
-    def _look_up(self, sequence: Sequence) -> bool:
+    def _look_up(self, sequence: Sequence, *, is_first: bool = True) -> bool:
         if sequence.lookup is None:
             tokens = bytes(sequence.token_bytes) if self._use_cache else b""
             sequence.lookup = self._store.lookup(
                 tokens,
                 sequence.cache.salt,
                 num_reusable=self._chunking.num_reusable(sequence),
-                peek=sequence.cached_tokens is not None,  # preempted: its hits were counted
+                peek=not is_first or sequence.cached_tokens is not None,  # counted already
             )
             if not sequence.lookup.is_ready:
                 self._begin_promoting(sequence, SequenceState.PROBING)

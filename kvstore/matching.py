@@ -97,6 +97,15 @@ class Matcher:
             slots.append(slot)
         return slots[: len(slots) // self._unit * self._unit]
 
+    def has_lost(self, lookup: Lookup) -> bool:
+        """Whether the next block was found once and has left memory since, maybe for disk."""
+        position = len(self.walk(lookup))
+        return (
+            position < len(lookup.sources)
+            and lookup.keys[position] not in lookup.given_up
+            and next(self._sources(lookup, position, position + 1)) is None
+        )
+
     def _resident(self, lookup: Lookup) -> list[int]:
         """Slots of the blocks at the front that can be read on the device now.
 

@@ -329,6 +329,11 @@ class BlockStore:
         """Blocks at the front of the prefix that ``reserve`` would find now."""
         return len(self._matcher.walk(lookup))
 
+    def has_lost(self, lookup: Lookup) -> bool:
+        """Whether blocks that the lookup found in memory have left it since: look up again, they
+        may be on disk."""
+        return self._matcher.has_lost(lookup)
+
     def extend(self, lease: Lease, num_tokens: int) -> None:
         """Make the lease cover ``num_tokens`` positions. Raises ``OutOfBlocksError`` unchanged."""
         self._check_open()

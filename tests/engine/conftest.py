@@ -115,3 +115,26 @@ def tiny_oracle(tiny_model) -> Oracle:
 
 
 MakeLLM = Callable[..., LLM]
+
+
+class Steps:
+    """What the model was given: for each step, new tokens and positions before them."""
+
+    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.batches: list[list[tuple[int, int]]] = []
+        execute = llm._core.runner.execute
+
+        def record(steps):
+            self.batches.append([(len(step.token_ids), step.num_prefix) for step in steps])
+            return execute(steps)
+
+        monkeypatch.setattr(llm._core.runner, "execute", record)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(num_tokens for batch in self.batches for num_tokens, _ in batch)
+
+
+@pytest.fixture
+def record_steps(monkeypatch) -> Callable[[LLM], Steps]:
+    return lambda llm: Steps(llm, monkeypatch)

@@ -13,24 +13,6 @@ LONG = replace(GREEDY, max_tokens=300)
 DRAWN = SamplingParams(n=8, temperature=1.0, seed=3, max_tokens=12, ignore_eos=True)
 
 
-class Steps:
-    """What the model was given since."""
-
-    def __init__(self, llm, monkeypatch):
-        self.batches = []
-        execute = llm._core.runner.execute
-
-        def record(steps):
-            self.batches.append([(len(step.token_ids), step.num_prefix) for step in steps])
-            return execute(steps)
-
-        monkeypatch.setattr(llm._core.runner, "execute", record)
-
-    @property
-    def num_tokens(self):
-        return sum(num_tokens for batch in self.batches for num_tokens, _ in batch)
-
-
 def ids(output):
     return [sample.token_ids for sample in output.outputs]
 
@@ -51,9 +33,9 @@ def llm(tiny_model):
 
 
 @pytest.fixture
-def steps(llm, monkeypatch):
+def steps(llm, record_steps):
     llm.reset_prefix_cache()
-    return Steps(llm, monkeypatch)
+    return record_steps(llm)
 
 
 def wait_until_it_has(generation, num_tokens):
@@ -88,12 +70,12 @@ def test_samples_are_those_of_their_seeds_alone(llm, tiny_prompts):
     ids=lambda settings: next(iter(settings)),
 )
 def test_samples_share_their_prompt_whatever_the_settings(
-    make_llm, llm, tiny_prompts, monkeypatch, settings
+    make_llm, llm, tiny_prompts, record_steps, settings
 ):
     """Without a cache, with fewer seats than samples, and on a device that is too small for all."""
     (expected,) = llm.generate([tiny_prompts[1][:40]], DRAWN)
     engine = make_llm(**settings)
-    steps = Steps(engine, monkeypatch)
+    steps = record_steps(engine)
     (output,) = engine.generate([tiny_prompts[1][:40]], DRAWN)
     assert ids(output) == ids(expected)
     assert steps.num_tokens == 40 + 8 * 11

@@ -1,0 +1,93 @@
+"""A full queue: who is refused, who is held back, and what is counted."""
+
+from dataclasses import replace
+
+import pytest
+
+from engine import SamplingParams
+from kvstore.errors import CapacityError, QueueFullError
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+LONG = replace(GREEDY, max_tokens=400)
+
+
+def start_running(llm, prompt):
+    generation = llm.start(prompt, LONG)
+    assert llm._core.wait_for(lambda: bool(llm._core.scheduler.running), timeout=60)
+    return generation
+
+
+def test_a_request_beyond_max_num_waiting_is_refused_and_counted(make_llm, tiny_prompts):
+    llm = make_llm(max_num_seqs=1, max_num_waiting=2)
+    running = start_running(llm, tiny_prompts[0][:20])
+    waiting = [llm.start(prompt, GREEDY) for prompt in tiny_prompts[1:3]]
+    with pytest.raises(QueueFullError, match="2 requests wait, as many as max_num_waiting") as full:
+        llm.start(tiny_prompts[3], GREEDY)
+    with pytest.raises(CapacityError):
+        running.fork()
+    assert (full.value.setting, full.value.limit) == ("max_num_waiting", 2)
+    stats = llm.queue_stats()
+    assert (stats.waiting_requests, stats.running_sequences, stats.refused_requests) == (2, 1, 2)
+    assert "kvstore_refused_requests_total 2.0" in llm.metrics_text()
+    llm.abort([running.request_id, waiting[0].request_id])
+    llm.start(tiny_prompts[3], GREEDY).result(60)
+    assert waiting[1].result(60).finished
+
+
+def test_tokens_of_prompt_and_answer_count_until_the_end(make_llm, tiny_prompts):
+    llm = make_llm(max_total_tokens=450)
+    running = start_running(llm, tiny_prompts[0][:20])
+    with pytest.raises(QueueFullError, match=r"48 tokens .* 420 of other .*max_total_tokens \(450"):
+        llm.start(tiny_prompts[1][:40], GREEDY)
+    running.abort()
+    assert llm.start(tiny_prompts[1][:40], GREEDY).result(60).finished
+
+
+def test_generate_holds_back_what_does_not_fit(make_llm, tiny_prompts):
+    llm = make_llm(max_num_seqs=2, max_num_waiting=1, max_total_tokens=600)
+    outputs = llm.generate(tiny_prompts, GREEDY)
+    assert [output.prompt_token_ids for output in outputs] == tiny_prompts
+    streamed = list(llm.generate(tiny_prompts[:5], GREEDY, stream=True))
+    assert sum(output.finished for output in streamed) == 5
+    assert llm.queue_stats().refused_requests == 0
+
+
+def test_generate_fails_for_a_prompt_that_will_never_fit(make_llm, tiny_prompts):
+    llm = make_llm(max_total_tokens=100)
+    with pytest.raises(QueueFullError, match="max_total_tokens"):
+        llm.generate([tiny_prompts[0][:20], tiny_prompts[1][:99]], GREEDY)
+    assert llm.generate([tiny_prompts[0][:20]], GREEDY)[0].finished
+
+
+def test_a_prompt_that_is_held_back_can_be_aborted(make_llm, tiny_prompts):
+    llm = make_llm(max_num_seqs=1, max_num_waiting=1)
+    stream = llm.generate(tiny_prompts[:4], LONG, stream=True)
+    next(stream)
+    assert llm._core.wait_for(lambda: llm._core.queue_stats().held_requests == 2, timeout=60)
+    stream.close()
+    assert llm.queue_stats().held_requests == llm.queue_stats().waiting_requests == 0
+
+
+@pytest.mark.parametrize("host_blocks", [0, 12], ids=["disk", "host and disk"])
+def test_a_preempted_sequence_resumes_by_promotion(
+    make_llm, record_steps, tiny_prompts, tmp_path, host_blocks
+):
+    """Two answers of 24 blocks on a device of 32: the second one's blocks go, and come back. Of
+    what was computed, only the part of a block is computed again."""
+    block = 2 * 2 * 16 * 2 * 16 * 4
+    tight = make_llm(
+        device_cache=32 * block,
+        host_cache=host_blocks * block,
+        disk_cache=tmp_path / "cache",
+    )
+    steps = record_steps(tight)
+    prompts, params = [tiny_prompts[0][:100], tiny_prompts[2][:110]], replace(LONG, max_tokens=270)
+    outputs = tight.generate(prompts, params)
+    preemptions, promoted = tight.queue_stats().preemptions, tight.stats().promoted_blocks
+    assert preemptions > 0
+    assert sum(promoted.values()) >= 8
+    assert steps.num_tokens <= 210 + 2 * 269 + 16 * preemptions
+    expected = make_llm(device_cache=400 * block).generate(prompts, params)
+    assert [each.outputs[0].token_ids for each in outputs] == [
+        each.outputs[0].token_ids for each in expected
+    ]
