@@ -12,13 +12,19 @@ from engine import LLM
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.fixture
-def llm(text_model):
+@pytest.fixture(scope="module")
+def engine(text_model):
     with LLM(
         text_model, dtype="float32", device_cache="16MiB", load_policy="always", block_size=8
     ) as engine:
         yield engine
         assert engine.check() == []
+
+
+@pytest.fixture
+def llm(engine):
+    engine.reset_prefix_cache()
+    return engine
 
 
 def example(name, **changes):

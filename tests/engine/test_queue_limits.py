@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine import SamplingParams
+from engine import LLM, SamplingParams
 from kvstore.errors import CapacityError, QueueFullError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -68,9 +68,25 @@ def test_a_prompt_that_is_held_back_can_be_aborted(make_llm, tiny_prompts):
     assert llm.queue_stats().held_requests == llm.queue_stats().waiting_requests == 0
 
 
+@pytest.fixture(scope="module")
+def roomy_answers(tiny_model):
+    """What an engine says that never has to preempt."""
+    known: list[list[int]] = []
+
+    def answer(prompts, params):
+        if not known:
+            with LLM(
+                tiny_model, dtype="float32", device_cache="32MiB", skip_tokenizer_init=True
+            ) as llm:
+                known.extend(each.outputs[0].token_ids for each in llm.generate(prompts, params))
+        return known
+
+    return answer
+
+
 @pytest.mark.parametrize("host_blocks", [0, 12], ids=["disk", "host and disk"])
 def test_a_preempted_sequence_resumes_by_promotion(
-    make_llm, record_steps, tiny_prompts, tmp_path, host_blocks
+    make_llm, record_steps, roomy_answers, tiny_prompts, tmp_path, host_blocks
 ):
     """Two answers of 24 blocks on a device of 32: the second one's blocks go, and come back. Of
     what was computed, only the part of a block is computed again."""
@@ -87,7 +103,4 @@ def test_a_preempted_sequence_resumes_by_promotion(
     assert preemptions > 0
     assert sum(promoted.values()) >= 8
     assert steps.num_tokens <= 210 + 2 * 269 + 16 * preemptions
-    expected = make_llm(device_cache=400 * block).generate(prompts, params)
-    assert [each.outputs[0].token_ids for each in outputs] == [
-        each.outputs[0].token_ids for each in expected
-    ]
+    assert [each.outputs[0].token_ids for each in outputs] == roomy_answers(prompts, params)
