@@ -118,7 +118,7 @@ def _pins(store: "BlockStore") -> list[str]:
         for slot in pinning.held
         if not index.key[slot] or index.device[slot] == index.host[slot] == NONE
     ]
-    capacity = (store.host or store.device).capacity
+    capacity = store.memory.slowest.capacity
     if len(pinning.pinned) > capacity // 2:
         wrong.append(f"{len(pinning.pinned)} of {capacity} blocks are pinned")
     if not pinning.pinned.keys() <= pinning.held.keys():

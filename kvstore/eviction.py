@@ -10,16 +10,14 @@ held (``pinning``) never leaves the slowest memory tier.
 """
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from itertools import chain, islice
 
 from kvstore.block import TierName
-from kvstore.config import StoreConfig
 from kvstore.errors import KVStoreError
-from kvstore.events import EventLog
-from kvstore.index import NONE, VALID, BlockIndex
+from kvstore.index import NONE, VALID
+from kvstore.memory import Memory
 from kvstore.policy import POLICIES, Prioritised
-from kvstore.tiers.base import BlockPool
 from kvstore.transfer import TransferLoop
 from kvstore.write_behind import WriteBehind
 
@@ -33,26 +31,21 @@ class Evictor:
 
     def __init__(
         self,
-        index: BlockIndex,
-        device: BlockPool,
-        host: BlockPool | None,
+        memory: Memory,
         transfer: TransferLoop,
         write_behind: WriteBehind,
-        config: StoreConfig,
-        clock: Callable[[], float],
-        events: EventLog,
         held: Mapping[int, int],
     ) -> None:
-        self._index = index
-        self._events = events
-        make_policy = POLICIES[config.policy]
-        self.policy = Prioritised(lambda: make_policy(index, device.capacity), clock)
+        self._index = memory.index
+        self._events = memory.events
+        make_policy, capacity = POLICIES[memory.config.policy], memory.device.capacity
+        self.policy = Prioritised(lambda: make_policy(memory.index, capacity), memory.clock)
         self._held = held
-        self._device = device
-        self._host = host
+        self._device = memory.device
+        self._host = memory.host
         self._transfer = transfer
         self._write_behind = write_behind
-        self._config = config
+        self._config = memory.config
         self.evicted_blocks = {"device": 0, "host": 0}
         self.demoted_blocks = 0  # copied to host
         self.host_ids_in_flight: set[int] = set()  # being filled, not visible yet

@@ -114,7 +114,7 @@ class BlockIndex:
             self.cut_off[slot] = None
         if ref.key in self._first_child:
             for child in self.children(ref.key):
-                del self.cut_off[child]
+                self.cut_off.pop(child, None)
         return slot
 
     def drop(self, slot: int) -> None:

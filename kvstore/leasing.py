@@ -8,18 +8,17 @@ until its room is needed.
 from collections import Counter
 from collections.abc import Sequence
 
-from kvstore.block import BlockLayout, BlockRef, TierName
-from kvstore.config import StoreConfig
+from kvstore.block import BlockRef, TierName
 from kvstore.cost import LoadReason
 from kvstore.errors import OutOfBlocksError
-from kvstore.events import EventLog
 from kvstore.eviction import Evictor
 from kvstore.hashing import block_key
-from kvstore.index import FAILED, LOADING, NONE, VALID, BlockIndex
+from kvstore.index import FAILED, LOADING, NONE, VALID
 from kvstore.lease import Lease, Lookup
 from kvstore.matching import Matcher
+from kvstore.memory import Memory
 from kvstore.promotion import Promoter
-from kvstore.tiers.base import BlockCopier, BlockPool
+from kvstore.tiers.base import BlockCopier
 from kvstore.write_behind import WriteBehind
 
 
@@ -34,27 +33,23 @@ class Leasing:
 
     def __init__(
         self,
-        index: BlockIndex,
-        device: BlockPool,
+        memory: Memory,
         copier: BlockCopier,
         matcher: Matcher,
         evictor: Evictor,
         promoter: Promoter,
         write_behind: WriteBehind,
-        events: EventLog,
-        layout: BlockLayout,
-        config: StoreConfig,
     ) -> None:
-        self._index = index
-        self._device = device
+        self._index = memory.index
+        self._device = memory.device
         self._copier = copier
         self._matcher = matcher
         self._evictor = evictor
         self._promoter = promoter
         self._write_behind = write_behind
-        self._events = events
-        self._layout = layout
-        self._config = config
+        self._events = memory.events
+        self._layout = memory.layout
+        self._config = memory.config
         self._num_uses = 0
         self.leases: set[Lease] = set()
         self.sharers: dict[int, list[Lease]] = {}

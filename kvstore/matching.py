@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from kvstore.block import BlockLayout, TierName
-from kvstore.config import StoreConfig
+from kvstore.block import TierName
 from kvstore.cost import CostModel, LoadReason
 from kvstore.hashing import chain_blocks, chain_seed, salt_digest
-from kvstore.index import FAILED, LOADING, NONE, VALID, BlockIndex
+from kvstore.index import FAILED, LOADING, NONE, VALID
 from kvstore.lease import Lookup, PartialMatch
+from kvstore.memory import Memory
 
 _MOST_SIBLINGS = 64  # newest first; a document may have thousands of questions below it
 _LOADS_ALL = (
@@ -34,20 +34,17 @@ class Matcher:
 
     def __init__(
         self,
-        index: BlockIndex,
+        memory: Memory,
         cost: CostModel,
         loading_from: dict[int, TierName],
-        layout: BlockLayout,
-        namespace: bytes,
-        config: StoreConfig,
     ) -> None:
-        self._index = index
+        self._index = memory.index
         self._cost = cost
         self._loading_from = loading_from
-        self._layout = layout
-        self._namespace = namespace
-        self._min_partial = config.min_partial_tokens
-        self._unit = config.reuse_unit_blocks
+        self._layout = memory.layout
+        self._namespace = memory.namespace
+        self._min_partial = memory.config.min_partial_tokens
+        self._unit = memory.config.reuse_unit_blocks
         self._seeds: dict[str, tuple[bytes, bytes]] = {}
 
     def prefix(self, tokens: bytes, salt: str, *, is_counted: bool) -> Lookup:

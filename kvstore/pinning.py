@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from kvstore.block import TierName
 from kvstore.errors import BlockMissingError, CapacityError, ConfigError, KVStoreError
-from kvstore.index import FAILED, NONE, VALID, BlockIndex
+from kvstore.index import FAILED, NONE, VALID
 from kvstore.lease import Lookup, Pin
-from kvstore.tiers.base import BlockPool
+from kvstore.memory import Memory
 from kvstore.transfer import TransferLoop
 from kvstore.write_behind import WriteBehind
 
@@ -45,15 +45,13 @@ class Pinning:
 
     def __init__(
         self,
-        index: BlockIndex,
-        device: BlockPool,
-        host: BlockPool | None,
+        memory: Memory,
         transfer: TransferLoop,
         write_behind: WriteBehind,
     ) -> None:
-        self._index = index
-        self._slowest = host or device
-        self._setting = "host_cache" if host else "device_cache"
+        self._index = memory.index
+        self._slowest = memory.slowest
+        self._setting = "host_cache" if memory.host else "device_cache"
         self._transfer = transfer
         self._write_behind = write_behind
         self._coming: list[_Persistence] = []

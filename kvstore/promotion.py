@@ -7,18 +7,18 @@ user.
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvstore.block import BlockLayout, TierName
+from kvstore.block import TierName
 from kvstore.cost import CostModel
 from kvstore.errors import KVStoreError
-from kvstore.events import EventLog
 from kvstore.eviction import Evictor
 from kvstore.histogram import Histogram
-from kvstore.index import FAILED, LOADING, NONE, VALID, BlockIndex
+from kvstore.index import FAILED, LOADING, NONE, VALID
 from kvstore.lease import Lease
-from kvstore.tiers.base import BlockCopier, BlockPool
+from kvstore.memory import Memory
+from kvstore.tiers.base import BlockCopier
 from kvstore.transfer import TransferLoop
 
 logger = logging.getLogger(__name__)
@@ -51,26 +51,22 @@ class Promoter:
 
     def __init__(
         self,
-        index: BlockIndex,
-        device: BlockPool,
+        memory: Memory,
         copier: BlockCopier,
         transfer: TransferLoop,
         evictor: Evictor,
         cost: CostModel,
-        layout: BlockLayout,
-        clock: Callable[[], float],
-        events: EventLog,
     ) -> None:
-        self._index = index
-        self._events = events
-        self._device = device
+        self._index = memory.index
+        self._events = memory.events
+        self._device = memory.device
         self._copier = copier
         self._transfer = transfer
         self._evictor = evictor
         self._cost = cost
-        self._block_bytes = layout.block_bytes
-        self._part_blocks = max(1, _PART_BYTES // layout.block_bytes)
-        self._clock = clock
+        self._block_bytes = memory.layout.block_bytes
+        self._part_blocks = max(1, _PART_BYTES // memory.layout.block_bytes)
+        self._clock = memory.clock
         self._waiting: dict[int, list[Lease]] = {}  # by slot
         self._filling: dict[int, Lease] = {}  # by private block
         self.loading_from: dict[int, TierName] = {}

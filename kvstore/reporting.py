@@ -2,15 +2,15 @@
 
 from collections import Counter
 
-from kvstore.block import BlockLayout, TierName
-from kvstore.events import EventLog
+from kvstore.block import TierName
 from kvstore.eviction import Evictor
 from kvstore.lease import Lookup
 from kvstore.leasing import Leasing
+from kvstore.memory import Memory
 from kvstore.pinning import Pinning
 from kvstore.promotion import Promoter
 from kvstore.stats import StoreStats, TierStats
-from kvstore.tiers.base import BlockCopier, BlockPool, DiskTier
+from kvstore.tiers.base import BlockCopier, DiskTier
 from kvstore.transfer import TransferLoop
 from kvstore.write_behind import WriteBehind
 
@@ -20,9 +20,7 @@ class Reporter:
 
     def __init__(
         self,
-        layout: BlockLayout,
-        device: BlockPool,
-        host: BlockPool | None,
+        memory: Memory,
         copier: BlockCopier,
         transfer: TransferLoop,
         evictor: Evictor,
@@ -30,11 +28,10 @@ class Reporter:
         leasing: Leasing,
         write_behind: WriteBehind,
         pinning: Pinning,
-        events: EventLog,
     ) -> None:
-        self._layout = layout
-        self._device = device
-        self._host = host
+        self._layout = memory.layout
+        self._device = memory.device
+        self._host = memory.host
         self._copier = copier
         self._transfer = transfer
         self._evictor = evictor
@@ -42,7 +39,7 @@ class Reporter:
         self._leasing = leasing
         self._write_behind = write_behind
         self._pinning = pinning
-        self._events = events
+        self._events = memory.events
         self._looked_up = 0
         self._hits: Counter[str] = Counter()
         self._misses: Counter[str] = Counter()

@@ -10,8 +10,8 @@ from typing import Any
 from kvstore.block import TierName
 from kvstore.cost import CostModel, LoadEstimate
 from kvstore.errors import KVStoreError
-from kvstore.tiers.base import BlockCopier, BlockPool, BlockRead, DiskTier, Rows
-from kvstore.tiers.host import HostPool
+from kvstore.memory import Memory
+from kvstore.tiers.base import BlockCopier, BlockRead, DiskTier, Rows
 from kvstore.transfer import TransferLoop
 
 _MOST_BYTES = 4 << 20  # a millisecond or two of copying
@@ -26,23 +26,20 @@ class SelfMeasurement:
 
     def __init__(
         self,
+        memory: Memory,
         transfer: TransferLoop,
         copier: BlockCopier,
-        device: BlockPool,
-        host: HostPool | None,
         cost: CostModel,
-        block_bytes: int,
-        clock: Callable[[], float],
     ) -> None:
         self._transfer = transfer
         self._copier = copier
-        self._device = device
-        self._host = host
+        self._device = memory.device
+        self._host = memory.host
         self._cost = cost
-        self._block_bytes = block_bytes
-        self._clock = clock
-        self._most = max(2, min(_MOST_BLOCKS, _MOST_BYTES // block_bytes))
-        self._left = {TierName.DISK} if host is None else {TierName.HOST, TierName.DISK}
+        self._block_bytes = memory.layout.block_bytes
+        self._clock = memory.clock
+        self._most = max(2, min(_MOST_BLOCKS, _MOST_BYTES // memory.layout.block_bytes))
+        self._left = {TierName.DISK} if memory.host is None else {TierName.HOST, TierName.DISK}
         self.block_ids: list[int] = []
         self.host_ids: list[int] = []
 

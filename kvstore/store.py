@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from itertools import islice
 
-from kvstore.block import BlockLayout, Removal, TierName
+from kvstore.block import BlockLayout, TierName
 from kvstore.check import check
 from kvstore.config import StoreConfig
 from kvstore.cost import CostModel, LoadDecision
@@ -29,12 +29,13 @@ from kvstore.errors import ConfigError, KVStoreError, StoreClosedError
 from kvstore.event_file import EventFile
 from kvstore.events import EventLog
 from kvstore.eviction import Evictor
-from kvstore.forgetting import forget_in_memory
-from kvstore.hashing import chain_seed, salt_digest
-from kvstore.index import NONE, VALID, BlockIndex
+from kvstore.forgetting import Forgetting
+from kvstore.hashing import chain_seed
+from kvstore.index import BlockIndex
 from kvstore.lease import Lease, Lookup, LookupState, Pin
 from kvstore.leasing import Leasing
 from kvstore.matching import Matcher
+from kvstore.memory import Memory
 from kvstore.pinning import Pinning
 from kvstore.policy import VictimPolicy
 from kvstore.prefetch import Prefetcher
@@ -67,6 +68,7 @@ class BlockStore:
     on_event      called from the transfer thread when ``poll()`` has something to do
     transfer_loop what moves the blocks; a simulation puts one here that moves none
 
+    ``memory`` is what the parts share, ``pinning`` knows what is held against being lost,
     ``events`` is where to subscribe to what happens to blocks; ``poll()`` hands it over.
     ``publisher`` lets other processes read how the store is doing.
     """
@@ -87,17 +89,24 @@ class BlockStore:
         on_event: Callable[[], None] | None = None,
         transfer_loop: Callable[..., TransferLoop] = TransferLoop,
     ) -> None:
-        self.layout = layout
-        self.namespace = namespace
-        self.config = config or StoreConfig()
-        self.cost = cost or CostModel(self.config.load_policy, clock=clock)
-        self.device = device
-        self.host = HostPool(host_blocks, layout.block_bytes) if host_blocks else None
-        self.index = BlockIndex()
-        self.events = EventLog(self.index, namespace=namespace, block_size=layout.block_size)
+        config = config or StoreConfig()
+        index = BlockIndex()
+        self.memory = memory = Memory(
+            layout,
+            namespace,
+            config,
+            index,
+            device,
+            HostPool(host_blocks, layout.block_bytes) if host_blocks else None,
+            EventLog(index, namespace=namespace, block_size=layout.block_size),
+            clock,
+        )
+        self.layout, self.namespace, self.config = layout, namespace, config
+        self.index, self.device, self.host, self.events = index, device, memory.host, memory.events
+        self.cost = cost or CostModel(config.load_policy, clock=clock)
         self._event_file: EventFile | None = None
-        if self.config.event_file is not None:
-            self._event_file = EventFile(self.config.event_file)
+        if config.event_file is not None:
+            self._event_file = EventFile(config.event_file)
             self.events.subscribe(self._event_file)
         self._disk = disk
         self._disk_off = disk_off
@@ -112,92 +121,51 @@ class BlockStore:
         if copier is None:
             assert isinstance(device, HostPool), "another device brings its own copier"
             copier = HostCopier(device)
-        self._copier = copier
         staging = None
         if disk is not None and not isinstance(device, HostPool):
-            blocks = max(2, self.config.staging_bytes // layout.block_bytes)
+            blocks = max(2, config.staging_bytes // layout.block_bytes)
             staging = HostPool(blocks, layout.block_bytes)
-        self._transfer = transfer_loop(
+        self._transfer = transfer = transfer_loop(
             device,
             copier,
             host=self.host.rows if self.host else None,
             disk=disk,
             staging=staging,
             block_bytes=layout.block_bytes,
-            write_bytes_per_s=self.config.write_bytes_per_s,
+            write_bytes_per_s=config.write_bytes_per_s,
             on_completion=self._notify,
             clock=clock,
         )
         self._write_behind = WriteBehind(
-            self.index,
-            device,
-            self.host,
-            self._transfer,
-            self.config,
-            namespace=namespace,
-            block_bytes=layout.block_bytes,
-            clock=clock,
-            events=self.events,
-            is_on=disk is not None and self.config.disk_mode == "rw",
-            is_read_only=disk is not None and self.config.disk_mode == "ro",
+            memory,
+            transfer,
+            is_on=disk is not None and config.disk_mode == "rw",
+            is_read_only=disk is not None and config.disk_mode == "ro",
             on_broken=self._lose_disk,
         )
-        self._pinning = Pinning(self.index, device, self.host, self._transfer, self._write_behind)
-        self._evictor = Evictor(
-            self.index,
-            device,
-            self.host,
-            self._transfer,
-            self._write_behind,
-            self.config,
-            clock,
-            self.events,
-            self._pinning.held,
-        )
-        self._promoter = Promoter(
-            self.index,
-            device,
-            copier,
-            self._transfer,
-            self._evictor,
-            self.cost,
-            layout,
-            clock,
-            self.events,
-        )
-        self._matcher = Matcher(
-            self.index, self.cost, self._promoter.loading_from, layout, namespace, self.config
-        )
-        self._self_measurement = SelfMeasurement(
-            self._transfer, copier, device, self.host, self.cost, layout.block_bytes, clock
-        )
+        self.pinning = Pinning(memory, transfer, self._write_behind)
+        self._evictor = Evictor(memory, transfer, self._write_behind, self.pinning.held)
+        self._promoter = Promoter(memory, copier, transfer, self._evictor, self.cost)
+        self._matcher = Matcher(memory, self.cost, self._promoter.loading_from)
+        self._self_measurement = SelfMeasurement(memory, transfer, copier, self.cost)
         self._leasing = Leasing(
-            self.index,
-            device,
-            copier,
-            self._matcher,
-            self._evictor,
-            self._promoter,
-            self._write_behind,
-            self.events,
-            layout,
-            self.config,
+            memory, copier, self._matcher, self._evictor, self._promoter, self._write_behind
+        )
+        self._forgetting = Forgetting(
+            memory, transfer, self._evictor, self.pinning, self._write_behind
         )
         self._reporter = Reporter(
-            layout,
-            device,
-            self.host,
+            memory,
             copier,
-            self._transfer,
+            transfer,
             self._evictor,
             self._promoter,
             self._leasing,
             self._write_behind,
-            self._pinning,
-            self.events,
+            self.pinning,
         )
-        self._prefetcher = Prefetcher(self.index, self._matcher, self._leasing, self._transfer)
-        self.publisher = Publisher(namespace, self.stats, self._transfer.publish, clock)
+        self._prefetcher = Prefetcher(index, self._matcher, self._leasing, transfer)
+        self.publisher = Publisher(namespace, self.stats, transfer.publish, clock)
         if disk is None:
             self.publisher.stop()
 
@@ -282,11 +250,11 @@ class BlockStore:
         """
         self._check_open()
         if not persist and ttl_s is None:
-            return self._pinning.in_memory(self.index.match(lookup.keys, lookup.runs))
+            return self.pinning.in_memory(self.index.match(lookup.keys, lookup.runs))
         if self._disk is None or self.config.disk_mode == "ro":
             why = self._disk_off or "set disk_cache"
             raise ConfigError(f"pin: persist and ttl need a disk tier that can be written: {why}")
-        return self._pinning.on_disk(lookup, ttl_s)
+        return self.pinning.on_disk(lookup, ttl_s)
 
     def unpin(self, lookup: Lookup, done: Callable[[bool], None]) -> None:
         """Release the pin of a prefix on disk, whichever process set it.
@@ -381,7 +349,7 @@ class BlockStore:
             if removed.namespace == self.namespace:
                 self.events.removed_key(TierName.DISK, removed.key, removed.salt)
         self._prefetcher.pump()
-        self._pinning.pump()
+        self.pinning.pump()
         self._write_behind.pump()
         self._evictor.pump()
         self.publisher.pump()
@@ -441,23 +409,7 @@ class BlockStore:
         matter: ``clear_disk``.
         """
         self._check_open()
-        index, skipped = self.index, 0
-        digest = None if salt is None else salt_digest(salt)
-        for slot in list(index.used_slots()):
-            if digest is not None and index.salt[slot] != digest:
-                continue
-            if index.transfers[slot] or index.refcount[slot] or slot in self._pinning.held:
-                skipped += 1
-                continue
-            on_host = index.host[slot] != NONE
-            if tier in (None, TierName.DEVICE) and index.device[slot] != NONE:
-                self._evictor.drop_device(slot)
-            if tier in (None, TierName.HOST) and on_host:
-                self._evictor.drop_host(slot)
-        for each in (TierName.DEVICE, TierName.HOST):
-            if not skipped and tier in (None, each):
-                self.events.cleared(each, digest)
-        return skipped
+        return self._forgetting.reset(tier, salt)
 
     def forget(
         self,
@@ -473,18 +425,7 @@ class BlockStore:
         or with the reason why disk could not be changed.
         """
         self._check_open()
-        end = lookup.parent(len(lookup.keys))
-        dropped, kept = forget_in_memory(
-            self.index, self._evictor, self._pinning.held, lookup.keys, end, beginning
-        )
-        if self._disk is None:
-            done(dropped)
-            return
-
-        def finish(outcome: int | KVStoreError) -> None:
-            done({**dropped, TierName.DISK: outcome} if isinstance(outcome, int) else outcome)
-
-        self._transfer.forget(lookup.keys, end, beginning, kept, finish)
+        self._forgetting.forget(lookup, beginning, done, has_disk=self._disk is not None)
 
     def clear_disk(self, salt: str, done: Callable[[int], None]) -> None:
         """Drop this namespace's and salt's blocks from disk, except those that are pinned there.
@@ -494,29 +435,8 @@ class BlockStore:
         self._check_open()
         if self._disk is None:
             done(0)
-            return
-
-        digest = salt_digest(salt)
-
-        def end(outcome: Removal | KVStoreError) -> None:
-            kept = 0
-            if isinstance(outcome, Removal):
-                kept = outcome.num_pinned
-                if not kept:
-                    self.events.cleared(TierName.DISK, digest)
-                self._rewrite(digest)
-            done(kept)
-
-        self._transfer.clear(chain_seed(self.namespace, salt), end)
-
-    def _rewrite(self, salt: bytes) -> None:
-        """Disk lost this salt's blocks: those that memory still holds are dirty again."""
-        index = self.index
-        kept = [slot for slot in index.used_slots() if index.salt[slot] == salt]
-        for slot in sorted(kept, key=index.depth.__getitem__):  # parents first
-            index.is_written[slot] = 0
-            if index.loading[slot] == VALID:
-                self._write_behind.add(slot)
+        else:
+            self._forgetting.clear_disk(salt, done)
 
     @property
     def weighs_loads(self) -> bool:
@@ -548,11 +468,6 @@ class BlockStore:
     def policy(self) -> VictimPolicy:
         """The order in which unused device blocks are given up."""
         return self._evictor.policy
-
-    @property
-    def pinning(self) -> Pinning:
-        """What is held in memory against being lost."""
-        return self._pinning
 
     def abandoned_blocks(self) -> list[int]:
         """Device blocks that only a transfer owns: their lease has gone, or never was."""

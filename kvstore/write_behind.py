@@ -11,12 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from kvstore.block import PutOutcome, TierName
-from kvstore.config import StoreConfig
 from kvstore.errors import KVStoreError
-from kvstore.events import EventLog
 from kvstore.histogram import Histogram, LastDay
-from kvstore.index import NONE, BlockIndex
-from kvstore.tiers.base import BlockPool
+from kvstore.index import NONE
+from kvstore.memory import Memory
 from kvstore.transfer import PendingWrite, TransferLoop
 
 _MAX_REWRITES = 8  # of one block whose parent went from disk meanwhile
@@ -37,29 +35,22 @@ class WriteBehind:
 
     def __init__(
         self,
-        index: BlockIndex,
-        device: BlockPool,
-        host: BlockPool | None,
+        memory: Memory,
         transfer: TransferLoop,
-        config: StoreConfig,
         *,
-        namespace: bytes,
-        block_bytes: int,
-        clock: Callable[[], float],
-        events: EventLog,
         is_on: bool,
         is_read_only: bool,
         on_broken: Callable[[KVStoreError], None],
     ) -> None:
-        self._index = index
-        self._device = device
-        self._host = host
+        self._index = memory.index
+        self._device = memory.device
+        self._host = memory.host
         self._transfer = transfer
-        self._config = config
-        self._namespace = namespace
-        self._block_bytes = block_bytes
-        self._clock = clock
-        self._events = events
+        self._config = memory.config
+        self._namespace = memory.namespace
+        self._block_bytes = memory.layout.block_bytes
+        self._clock = memory.clock
+        self._events = memory.events
         self._is_on = is_on
         self._is_read_only = is_read_only
         self._on_broken = on_broken
@@ -69,7 +60,7 @@ class WriteBehind:
         self._rewrites: dict[bytes, int] = {}
         self.counters = WriteCounters()
         self.seconds = Histogram()  # of writes, their waiting included
-        self.bytes_last_day = LastDay(clock)
+        self.bytes_last_day = LastDay(memory.clock)
 
     @property
     def is_idle(self) -> bool:
