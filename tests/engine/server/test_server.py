@@ -338,11 +338,11 @@ def test_a_client_that_does_not_read_stops_nobody(server, client, llm, monkeypat
         )
         assert core.wait_for(lambda: len(core.scheduler.paused) == 16, timeout=60)
         (unread,) = core.call(lambda: core._requests.values())
-        lengths = [-1, 0]
-        while lengths[-1] > lengths[-2]:  # until the buffers are full
+        lengths: list[int] = []
+        while len(lengths) < 5 or len(set(lengths[-5:])) > 1:  # until the buffers are full
             assert client.completions.create(prompt="read", **GREEDY).choices
             lengths.append(core.call(lambda: sum(len(s.token_ids) for s in unread.sequences)))
-        assert len(core.call(lambda: core.scheduler.paused)) == 16
+        assert core.wait_for(lambda: len(core.scheduler.paused) == 16, timeout=60)
     assert not unread.is_finished
     assert is_idle(llm)
 
