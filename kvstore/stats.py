@@ -11,6 +11,9 @@ from kvstore.write_behind import WriteCounters
 class TierStats:
     """One tier. Byte and block counts are exact at the time of the snapshot.
 
+    Of disk, what is used, pinned and evicted is the directory's, which models, tenants and
+    processes share; everything else is this store's own.
+
     state            "ok", "off", "degraded" (host memory that is not page-locked: slower copies),
                      or what the disk tier says of itself ("read_only", "checking")
     reason           why the state is not "ok", or what limits the tier; empty otherwise

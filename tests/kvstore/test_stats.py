@@ -2,11 +2,15 @@
 
 import dataclasses
 import logging
+from dataclasses import replace
 
 import pytest
 
+from kvstore.config import DiskConfig
+from kvstore.disk import DiskStore
 from kvstore.histogram import LastDay
 from kvstore.testing import FakeClock, FaultyDisk, MemoryDisk
+from kvstore.tiers.disk import LmdbTier
 
 A, B, C, END = [1] * 4, [2] * 4, [3] * 4, [9]
 
@@ -89,3 +93,41 @@ def test_bytes_written_are_forgotten_after_a_day():
     assert written.total() == 3
     clock.advance(24 * 3600)
     assert written.total() == 0
+
+
+def test_what_another_model_does_on_the_same_disk_changes_no_count_of_this_one(
+    make_engine, tmp_path
+):
+    def make(name):
+        config = DiskConfig(free_space_floor=0)
+        disk = LmdbTier(DiskStore.open(tmp_path, capacity_bytes=4 << 20, config=config))
+        return make_engine(namespace=name, disk=disk)
+
+    one, other = make("one"), make("other")
+    one.run(A + B + END)
+    one.store.flush(10.0)
+    before = one.store.stats()
+    for salt in ("", "tenant"):
+        other.run(A + B + END, salt)
+        other.store.flush(10.0)
+        other.store.reset(salt=salt)
+        other.run(A + B + END, salt)
+    other.store.clear_disk("", lambda kept: None)
+    other.store.flush(10.0)
+    after = one.store.stats()
+    for tier in ("device", "host", "disk"):
+        ours = {"used_blocks": 0, "used_bytes": 0}  # those of the directory
+        assert replace(after.tiers[tier], **ours) == replace(before.tiers[tier], **ours)
+    assert replace(after, tiers={}, oldest_dirty_age_s=0.0) == replace(
+        before, tiers={}, oldest_dirty_age_s=0.0
+    )
+    assert other.store.stats().tiers["disk"].hits == 4
+
+
+def test_a_tenant_finds_nothing_of_another_and_both_are_counted(make_engine):
+    engine = make_engine(disk=MemoryDisk())
+    engine.run(A + B + END, "one")
+    engine.store.flush(10.0)
+    engine.run(A + B + END, "other")
+    assert [engine.store.stats().tiers[tier].hits for tier in ("device", "disk")] == [0, 0]
+    assert engine.store.stats().looked_up_blocks == 4
