@@ -9,10 +9,11 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from kvstore.block import TierName
 from kvstore.errors import BlockMissingError, CapacityError, ConfigError, KVStoreError
-from kvstore.index import FAILED, NONE, VALID
+from kvstore.index import LOADING, NONE, VALID
 from kvstore.lease import Lookup, Pin
 from kvstore.memory import Memory
 from kvstore.transfer import TransferLoop
@@ -58,8 +59,11 @@ class Pinning:
         self.held: dict[int, int] = {}
         self.pinned: dict[int, int] = {}
 
-    def in_memory(self, slots: Sequence[int]) -> Pin:
-        """Hold these blocks. Raises ``CapacityError`` beyond half of the slowest memory tier."""
+    def in_memory(self, lookup: Lookup) -> Pin:
+        """Hold what memory has of a prefix. Raises ``CapacityError`` beyond half of the slowest
+        memory tier."""
+        found = self._index.match(lookup.keys, lookup.runs)
+        slots = list(takewhile(self._has_bytes, found))
         count, capacity = len(self.pinned.keys() | set(slots)), self._slowest.capacity
         if count > capacity // 2:
             raise CapacityError(
@@ -85,7 +89,7 @@ class Pinning:
         missing = [
             key
             for key, slot in zip(lookup.keys, found, strict=True)
-            if key not in lookup.on_disk and not self._is_known(slot)
+            if key not in lookup.on_disk and not (self._has_bytes(slot) or self._is_coming(slot))
         ]
         if missing:
             raise BlockMissingError(
@@ -93,7 +97,7 @@ class Pinning:
             )
         if not found:
             return Pin(0, lambda: None)
-        slots = [slot for slot in found if slot != NONE]
+        slots = [slot for slot in found if self._has_bytes(slot)]
         _add(self.held, slots)
         pin = Pin(len(found), lambda: self._release(coming), is_settled=False)
         coming = _Persistence(pin, lookup.keys, slots, ttl_s)
@@ -113,12 +117,14 @@ class Pinning:
                 coming.is_submitted = True
                 self._submit(coming)
 
-    def _is_known(self, slot: int) -> bool:
-        """Whether memory or disk holds a block's bytes, as far as memory knows."""
+    def _has_bytes(self, slot: int) -> bool:
+        """Whether memory holds the block, and not only waits for it."""
         index = self._index
-        if slot == NONE:
-            return False
-        return index.host[slot] != NONE or index.loading[slot] != FAILED
+        return slot != NONE and (index.host[slot] != NONE or index.loading[slot] == VALID)
+
+    def _is_coming(self, slot: int) -> bool:
+        """Whether the block is being read from disk, which has it then."""
+        return slot != NONE and self._index.loading[slot] == LOADING
 
     def _is_being_written(self, slot: int) -> bool:
         index = self._index
@@ -145,12 +151,9 @@ class Pinning:
         """Disk had no room for some blocks, or another process evicted them: write them again."""
         index = self._index
         slots = [index.slots.get(key, NONE) for key in missing]
-        has_bytes = all(
-            slot != NONE and (index.host[slot] != NONE or index.loading[slot] == VALID)
-            for slot in slots
-        )
+        is_whole = all(map(self._has_bytes, slots))
         coming.num_tries += 1
-        if coming.is_released or not has_bytes or coming.num_tries == _MAX_TRIES:
+        if coming.is_released or not is_whole or coming.num_tries == _MAX_TRIES:
             error = f"{len(missing)} of {len(coming.keys)} blocks cannot be kept on disk"
             self._settle(coming, CapacityError(f"{error}: raise disk_cache_size, or unpin others"))
             return

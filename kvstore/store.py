@@ -250,10 +250,11 @@ class BlockStore:
         """
         self._check_open()
         if not persist and ttl_s is None:
-            return self.pinning.in_memory(self.index.match(lookup.keys, lookup.runs))
+            return self.pinning.in_memory(lookup)
         if self._disk is None or self.config.disk_mode == "ro":
             why = self._disk_off or "set disk_cache"
             raise ConfigError(f"pin: persist and ttl need a disk tier that can be written: {why}")
+        assert lookup.is_ready, "the probe has not ended"
         return self.pinning.on_disk(lookup, ttl_s)
 
     def unpin(self, lookup: Lookup, done: Callable[[bool], None]) -> None:

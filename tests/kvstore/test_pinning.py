@@ -81,6 +81,26 @@ def test_more_than_half_of_the_slowest_memory_tier_is_refused(make_engine):
     assert engine.store.stats().tiers["device"].pinned_blocks == 4
 
 
+def test_a_block_that_is_still_being_loaded_is_not_pinned_and_may_fail(make_engine):
+    disk = FaultyDisk(MemoryDisk())
+    engine = make_engine(8, disk=disk)
+    engine.run(document(1) + END)
+    engine.store.flush(10.0)
+    engine.store.reset()
+    disk.fail_reads = lambda ref: BlockMissingError("gone") if ref.depth == 1 else None
+    lookup = look_up(engine, document(1))
+    disk.is_held = True
+    lease = engine.store.reserve(lookup, 12)
+    in_memory = engine.store.pin(lookup)
+    on_disk = engine.store.pin(lookup, persist=True)
+    assert (in_memory.num_blocks, on_disk.num_blocks) == (0, 3)
+    disk.is_held = False
+    settle(engine)
+    engine.store.release(lease)
+    assert engine.store.check() == []
+    assert on_disk.error is None
+
+
 # --- on disk --------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,6 @@ from hypothesis.stateful import (
     consumes,
     initialize,
     invariant,
-    multiple,
     precondition,
     rule,
 )
@@ -197,8 +196,10 @@ class StoreMachine(RuleBasedStateMachine):
     def fork(self, choice, fewer, commits, more):
         """A sequence goes on from what another has computed, or from a part of it; both go on."""
         readable = [entry for entry in self.held if self.is_readable(entry)]
-        if not readable:  # no precondition: when transfers end is not the machine's to decide
-            return multiple()
+        # Neither a precondition nor no result: when transfers end is not the machine's to decide,
+        # and what it draws must not depend on it.
+        if not readable:
+            return Entry(None, [])
         entry = readable[choice % len(readable)]
         self.grow(entry, [], commits=commits)
         num_tokens = max(0, entry.num_computed - fewer)
@@ -208,7 +209,7 @@ class StoreMachine(RuleBasedStateMachine):
             fork.lease = self.store.fork(entry.lease, num_tokens)
         except OutOfBlocksError:
             assert before == (self.store.device.num_free, list(self.store.index.refcount))
-            return multiple()
+            return fork
         self.held.append(fork)
         for each, tokens in zip((fork, entry), more, strict=True):
             self.grow(each, tokens, commits=commits)
@@ -258,6 +259,9 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(tokens=PROMPTS, ttl=st.sampled_from([None, 50.0]))
     def pin_on_disk(self, tokens, ttl):
         lookup = self.store.lookup(self.encode(tokens), peek=True)
+        if self.disk is None or not self.disk.is_held:
+            self.store.run_until_idle(10.0)
+        self.store.stop_probing(lookup)
         with contextlib.suppress(BlockMissingError, ConfigError):
             pin = self.store.pin(lookup, persist=True, ttl_s=ttl)
             self.disk_pins.append((pin, lookup.keys, self.clock() + (ttl or math.inf)))
