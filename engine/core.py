@@ -22,10 +22,10 @@ import torch
 from engine.backlog import Backlog
 from engine.calibration import Calibration
 from engine.chunking import AsFits, Chunking
-from engine.model_runner import ModelRunner, SequenceStep
+from engine.computation import compute, make_steps
+from engine.model_runner import ModelRunner
 from engine.queue_stats import QueueStats
 from engine.request import Request
-from engine.sampler import SampledToken, sample
 from engine.scheduler import ScheduledSequence, Scheduler, SchedulingPolicy
 from engine.sequence import Sequence, SequenceState
 from engine.step_meter import StepMeter
@@ -309,42 +309,26 @@ class EngineCore:
 
     def _step(self, batch: list[ScheduledSequence]) -> None:
         now = self._clock()
-        steps = []
         for each in batch:
-            sequence, start = each.sequence, each.sequence.num_computed
-            assert sequence.lease is not None
-            if not sequence.times.prefill_at:
-                sequence.times.prefill_at = now
-            ends = each.num_tokens == sequence.num_uncomputed
-            steps.append(
-                SequenceStep(
-                    token_ids=sequence.token_ids[start : start + each.num_tokens],
-                    num_prefix=start,
-                    block_ids=sequence.lease.block_ids,
-                    wants_logits=ends and not sequence.prefill_only,
-                    wants_all=not sequence.is_scored,
-                )
-            )
-        ending = [
-            each.sequence for each, step in zip(batch, steps, strict=True) if step.wants_logits
-        ]
+            if not each.sequence.times.prefill_at:
+                each.sequence.times.prefill_at = now
+        steps = make_steps(batch)
         try:
-            logits = self._score_prompts(batch, steps, self.runner.execute(steps))
-            tokens = _sample_all(logits, ending) if ending else {}
+            tokens = compute(self.runner, batch, steps)
         except Exception as error:
             logger.exception("a step failed; its requests end with the error")
             for each in batch:
                 self._fail(each.sequence, error)
             return
         began_at, now = now, self._clock()
-        self._meter.add(steps, began_at, now, has_sampled=bool(ending))
+        self._meter.add(steps, began_at, now, has_sampled=bool(tokens))
         for each in batch:
             self.scheduler.commit(each)
         for sequence, token in tokens.items():
             if not sequence.times.first_token_at:
                 sequence.times.first_token_at = sequence.times.prefilled_at = now
             sequence.append(token)
-        for sequence in ending:
+        for sequence in tokens:
             others, sequence.others = sequence.others, []
             for other in others:
                 if other.finish_reason is None:
@@ -355,23 +339,6 @@ class EngineCore:
             elif sequence.stream is not None:
                 self._put(self._requests[sequence.request_id], sequence)
         self._finish_prefilled()
-
-    def _score_prompts(
-        self,
-        batch: list[ScheduledSequence],
-        steps: list[SequenceStep],
-        logits: torch.Tensor,
-    ) -> torch.Tensor:
-        """Hand logits of prompt tokens to those that asked; returns the rows to choose from."""
-        if not any(step.wants_all for step in steps):
-            return logits
-        sampled = []
-        parts = torch.split(logits, [step.num_logits for step in steps])
-        for each, step, rows in zip(batch, steps, parts, strict=True):
-            if step.wants_all:
-                each.sequence.score_prompt(step.num_prefix, rows)
-            sampled.append(rows[-1:] if step.wants_logits else rows[:0])
-        return torch.cat(sampled)
 
     def _finish_prefilled(self) -> None:
         for sequence in list(self.scheduler.running):
@@ -506,15 +473,3 @@ class EngineCore:
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             self._is_closed = True
-
-
-def _sample_all(logits: torch.Tensor, ending: list[Sequence]) -> dict[Sequence, SampledToken]:
-    """The next token of each sequence of ``ending`` and of the other samples of its prompt, which
-    begin at the same row of ``logits`` [len(ending), vocab_size]."""
-    groups = [(each, *each.others) for each in ending]
-    sequences = [each for group in groups for each in group]
-    if len(sequences) > len(groups):
-        rows = [row for row, group in enumerate(groups) for _ in group]
-        logits = logits[torch.tensor(rows, device=logits.device)]
-    tokens = sample(logits, [each.sample_request() for each in sequences])
-    return dict(zip(sequences, tokens, strict=True))

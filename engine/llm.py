@@ -198,12 +198,17 @@ class LLM:
         cache_priority_ttl_s: float | None = None,
     ) -> Generation:
         """Begin to answer one prompt and return at once, with what can be waited for, aborted and
-        forked. Raises ``QueueFullError`` when too many requests wait."""
+        forked. Raises ``QueueFullError`` when too many requests wait, ``ConfigError`` for an id
+        that is in use."""
         cache = CacheOptions.of(cache_salt, cache_priority, cache_priority_ttl_s)
         text, token_ids = self._reader.read(prompt)
         params = sampling_params or SamplingParams()
         request = self._requests.make(text, token_ids, params, cache, request_id=request_id)
         self._core.submit_nowait(request)
+        if request_id is not None:  # whether it is free is known behind the request
+            self._core.call(lambda: None)
+            if request.result.done():
+                request.result.result()
         return Generation(self, request, cache)
 
     def session(

@@ -39,6 +39,8 @@ class Turns:
         """Raises ``ConfigError`` for a model without a chat template, or one that takes no system
         message."""
         tokenizer = reader.need_tokenizer("a session")
+        if system is not None and not isinstance(system, str):
+            raise ConfigError(f"system: expected text, got {system!r}")
         if not has_template(tokenizer):
             raise ConfigError("a session needs a model with a chat template; use generate()")
         user = {"role": "user", "content": ""}
@@ -117,8 +119,8 @@ class Session:
         return fork
 
     def _turn(self, text: str) -> list[int]:
-        if not text.strip():
-            raise ConfigError("the question is empty")
+        if not isinstance(text, str) or not text.strip():
+            raise ConfigError(f"a question is text, and not empty, got {text!r}")
         turns = self._turns
         asking = turns.asking if self._has_begun else []
         content = self._llm._reader.encode(text.strip() if turns.strips_text else text)

@@ -161,6 +161,8 @@ def test_a_fork_before_the_prompt_is_computed_shares_the_prompt(make_llm, tiny_p
 
 def test_an_answer_can_be_aborted_by_its_id(llm, tiny_prompts):
     first = llm.start(tiny_prompts[0], LONG, request_id="mine")
+    with pytest.raises(ConfigError, match="request_id: 'mine' is running already"):
+        llm.start(tiny_prompts[1], GREEDY, request_id="mine")
     llm.abort(["unknown", first.request_id])
     assert first.result(60).outputs[0].finish_reason == "abort"
     llm.abort("mine")

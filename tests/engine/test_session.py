@@ -103,8 +103,11 @@ def test_a_conversation_beyond_the_context_is_refused_with_numbers(llm):
 def test_a_session_goes_on_from_one_answer(llm):
     with pytest.raises(ConfigError, match="n: a session goes on from one answer"):
         llm.session().ask("Who?", SamplingParams(n=2))
-    with pytest.raises(ConfigError, match="empty"):
-        llm.session().ask(" ")
+    for text in (" ", 5, None):
+        with pytest.raises(ConfigError, match="a question is text, and not empty"):
+            llm.session().ask(text)
+    with pytest.raises(ConfigError, match="system: expected text"):
+        llm.session(5)
 
 
 def test_salted_sessions_share_nothing(llm):
