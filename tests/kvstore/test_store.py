@@ -578,3 +578,30 @@ def test_a_giant_document_read_once_wipes_out_the_hot_set_of_lru_only(
     for part in range(5):
         engine.run([100 + part] * 4 * 10 + END)
     assert len(engine.look_up(hot + END).sources) == survives
+
+
+def test_requests_that_compete_for_room_to_promote_are_all_served(make_engine):
+    """None holds blocks while it waits for another's: reserved together or not at all."""
+    engine = make_engine(12, disk=FaultyDisk(MemoryDisk()))
+    prompts = [[number] * 4 * 5 + END for number in range(8)]
+    for prompt in prompts:
+        engine.run(prompt)
+    engine.store.flush(10.0)
+    engine.store.reset()
+    waiting = [(prompt, engine.look_up(prompt)) for prompt in prompts]
+    running, refusals = [], 0
+    for _ in range(len(prompts)):  # each round serves at least one
+        for prompt, lookup in list(waiting):
+            try:
+                running.append((prompt, engine.store.reserve(lookup, len(prompt))))
+                waiting.remove((prompt, lookup))
+            except OutOfBlocksError:
+                refusals += 1
+        assert running or not waiting
+        engine.store.run_until_idle(10.0)
+        for prompt, lease in running:
+            engine.check_cached(lease, prompt)
+            engine.store.release(lease)
+        running.clear()
+    assert not waiting
+    assert refusals > 0
