@@ -4,9 +4,11 @@ put      blocks per second of a bare loop, over the time of put_group; recycled 
 churn    the same at a full cache, where each group evicts as much as it stores
 get      bare get plus one copy into the same buffer, over read_many with verification; page cache
          warm. Also read_into, one block at a time
-cold     reading the file sequentially, over reading all blocks in two threads; page cache dropped
+cold     reading the file sequentially, over reading all blocks in two threads, and over verifying
+         them as the command does; page cache dropped
 open     from an imported library to the first verified block, by blocks in the cache
 inspect  the summary of a cache, by blocks in it
+walk     verify, export, and the choice of evict: time, and memory of Python at its peak, by blocks
 """
 
 import json
@@ -16,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tracemalloc
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,6 +31,7 @@ from harness import Record, alternate, main, paired_ratio, say, summarize
 from kvstore.block import BlockRef, BlockWrite, PutOutcome
 from kvstore.config import DiskConfig
 from kvstore.disk import DiskStore
+from kvstore.disk.offline import evict, export_documents, verify
 from kvstore.disk.offline import summarize as summarize_cache
 from kvstore.hashing import chain_refs, chain_seed, encode_tokens, namespace_id
 
@@ -228,8 +232,15 @@ def _bench_cold(
 
         return timed(run) * num_bytes / file.stat().st_size
 
-    samples = alternate({"ours": read_blocks, "bare": read_file}, min(runs, 5))
-    return _rates("cold", samples, num_bytes, len(buffers[0]))
+    def verify_blocks() -> float:
+        _drop_pages(file)
+        with DiskStore.open(directory):  # beside an engine, so without a child for the structure
+            return timed(lambda: verify(directory)["ok"] or sys.exit("verify found something"))
+
+    contenders = {"ours": read_blocks, "verify": verify_blocks, "bare": read_file}
+    samples = alternate(contenders, min(runs, 5))
+    record = _rates("cold", samples, num_bytes, len(buffers[0]))
+    return record | {"verify_ratio": paired_ratio(samples["bare"], samples["verify"])}
 
 
 def _drop_pages(file: Path) -> None:
@@ -273,16 +284,41 @@ def bench_index_size(root: Path, num_blocks: int, runs: int) -> list[dict]:
     ]
     inspects = [timed(summarize_cache, directory) for _ in range(runs)]
     assert summarize_cache(directory)["blocks"] == num_blocks
+    walks = {
+        "verify": lambda: verify(directory),
+        "export": lambda: export_documents(directory, os.devnull),
+        "evict": lambda: evict(directory, to_bytes=0, dry_run=True),
+    }
     return [
-        {
-            "case": case,
-            "blocks": num_blocks,
-            "median_ms": 1e3 * summarize(seconds)["median"],
-            "max_ms": 1e3 * max(seconds),
-            "goal_ms": GOALS[case],
-        }
-        for case, seconds in (("open", opens), ("inspect", inspects))
+        *(
+            {
+                "case": "walk",
+                "what": what,
+                "blocks": num_blocks,
+                "ms": 1e3 * timed(walk),
+                "peak_mib": _peak_bytes(walk) / (1 << 20),
+            }
+            for what, walk in walks.items()
+        ),
+        *(
+            {
+                "case": case,
+                "blocks": num_blocks,
+                "median_ms": 1e3 * summarize(seconds)["median"],
+                "max_ms": 1e3 * max(seconds),
+                "goal_ms": GOALS[case],
+            }
+            for case, seconds in (("open", opens), ("inspect", inspects))
+        ),
     ]
+
+
+def _peak_bytes(run) -> int:
+    tracemalloc.start()
+    run()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
 
 
 def _rates(case: str, samples: dict[str, list[float]], num_bytes: int, value_bytes: int) -> dict:

@@ -97,11 +97,13 @@ def evict(
 
 
 def _last_to_go(env: Environment, conditions: Conditions, to_bytes: int) -> int:
-    """The order up to which blocks go; 0 for none."""
+    """The order up to which blocks go: 0 for none, the newest for all."""
     with env.read() as txn:
         head = Head.decode(txn.get(schema.HEAD_KEY, db=env.meta) or b"")
     excess = head.total.num_bytes - to_bytes
-    return order_to_free(env, conditions, excess, head.next_order) if excess > 0 else 0
+    if excess <= 0 or to_bytes == 0:
+        return head.next_order if to_bytes == 0 else 0
+    return order_to_free(env, conditions, excess, head.next_order)
 
 
 def _models(env: Environment) -> dict[bytes, str | None]:

@@ -197,8 +197,10 @@ def matching_namespaces(env: Environment, wanted: str | None) -> frozenset[bytes
         or (len(wanted) >= _MIN_PREFIX and namespace.hex().startswith(wanted.lower()))
     )
     if not found:
-        names = ", ".join(f"{namespace.hex()[:8]} ({model})" for namespace, model in known.items())
-        raise ConfigError(f"namespace {wanted!r} is not in this cache; it has: {names or 'none'}")
+        names = ", ".join(
+            f"{namespace.hex()[:8]} ({model or 'no name'})" for namespace, model in known.items()
+        )
+        raise ConfigError(f"namespace {wanted}: not in this cache; it has: {names or 'none'}")
     return found
 
 

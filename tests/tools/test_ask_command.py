@@ -1,4 +1,4 @@
-"""``kvstore ask`` on a tiny model in this process, once on the real one, and mistakes of users."""
+"""``kvstore ask`` on a tiny model, and everything that a user may get wrong."""
 
 import json
 import re
@@ -8,8 +8,6 @@ import lmdb
 import pytest
 from command_case import run_here
 from tiny_models import save_text_model
-
-from engine.model_source import demo_model
 
 PEOPLE = Path(__file__).parents[2] / "examples" / "people.md"
 DOCUMENT = "The lighthouse of Aldermere was built in 1871. Its keeper is Marta.\n" * 4
@@ -92,16 +90,17 @@ def test_what_an_engine_cached_can_be_carried_away(two_runs, run, home, tmp_path
     assert [each["tokens"] for each in after] == [each["tokens"] for each in before]
 
 
-def test_people_get_the_demo_models_answer_on_stdout_and_the_rest_on_stderr(kvstore, tmp_path):
-    demo_model()  # so that fetching it says nothing below
-    (tmp_path / "note.txt").write_text("The capital of France is Paris.")
-    options = ["--cache-dir", tmp_path / "cache", "--max-tokens", "12"]
-    question = "What is the capital of France?"
-    result = kvstore("ask", tmp_path / "note.txt", "-q", question, *options)
+def test_people_get_answers_on_stdout_and_the_rest_on_stderr(kvstore, model, home, tmp_path):
+    options = ["--cache-dir", tmp_path / "cache", "--max-tokens", "4", "--model", model]
+    result = kvstore("ask", home / "document.txt", "-q", "When?", *options)
     assert result.returncode == 0
     assert result.stdout.strip()
     assert "prompt tokens" not in result.stdout
-    assert "prompt tokens: " in result.stderr
+    assert re.match(r"kvstore: \d+ prompt tokens: \d+ computed; first token", result.stderr)
+
+
+def test_the_model_is_the_demo_unless_another_is_named(run):
+    assert re.search(r"--model TEXT.*\[default: +demo\]", run("ask", "-h").stdout, re.DOTALL)
 
 
 def test_samples_are_numbered_and_logprobs_stand_below_each(run, two_runs, model, home):
