@@ -343,7 +343,7 @@ def test_a_client_that_does_not_read_stops_nobody(server, client, llm, monkeypat
             assert client.completions.create(prompt="read", **GREEDY).choices
             lengths.append(core.call(lambda: sum(len(s.token_ids) for s in unread.sequences)))
         assert core.wait_for(lambda: len(core.scheduler.paused) == 16, timeout=60)
-    assert not unread.is_finished
+        assert not unread.is_finished
     assert is_idle(llm)
 
 
