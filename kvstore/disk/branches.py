@@ -55,7 +55,7 @@ class Branch:
         self.hits = max(self.hits, record.hits)
         self.touched = max(self.touched, record.touched)
         if len(self.token_ids) < HEAD_TOKENS:
-            self.token_ids += _tokens(record)
+            self.token_ids = (self.token_ids + _tokens(record))[:HEAD_TOKENS]
 
 
 def branches(
@@ -159,10 +159,10 @@ def documents(
 def _head(path: list[tuple[_Sums, bytes]], start: int) -> list[int]:
     """The first tokens after ``start`` blocks of the path."""
     found: list[int] = []
-    for _, tokens in path[start + 1 :]:
-        if len(found) >= HEAD_TOKENS:
-            break
-        found += np.frombuffer(tokens, "<u4").tolist()
+    at = start + 1
+    while at < len(path) and len(found) < HEAD_TOKENS:
+        found += np.frombuffer(path[at][1], "<u4").tolist()
+        at += 1
     return found[:HEAD_TOKENS]
 
 
