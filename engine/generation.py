@@ -1,5 +1,7 @@
 """An answer under way: waited for, ended early, or continued in another direction."""
 
+import threading
+from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -8,6 +10,7 @@ from engine.outputs import RequestOutput
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.sequence import CacheOptions
+from engine.stream import OutputStream, Stream
 from kvstore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,13 +20,28 @@ if TYPE_CHECKING:
 class Generation:
     """Made by ``LLM.start`` and by ``fork``. Methods may be called from any thread.
 
+    Made with ``stream``, it is iterated over once: what is new each time, as of
+    ``LLM.generate(stream=True)``. Whoever leaves the loop early aborts it.
+
     A branch of an answer costs what is new in it: what both have in common is computed once.
     """
 
-    def __init__(self, llm: "LLM", request: Request, cache: CacheOptions) -> None:
+    def __init__(
+        self, llm: "LLM", request: Request, cache: CacheOptions, news: threading.Event
+    ) -> None:
         self._llm = llm
         self._request = request
         self._cache = cache
+        self._news: threading.Event | None = news  # of the request's stream, until it is read
+
+    def __iter__(self) -> Iterator[RequestOutput]:
+        news, self._news = self._news, None
+        if self._request.stream is None:
+            raise ConfigError("stream: this generation was made without; wait for its result()")
+        if news is None:
+            raise ConfigError("this generation has been read; its result() has all of it")
+        with OutputStream(self._llm._core, [self._request], news) as deltas:
+            yield from deltas
 
     @property
     def request_id(self) -> str:
@@ -55,6 +73,7 @@ class Generation:
         append: str | Tokens[int] | None = None,
         index: int = 0,
         request_id: str | None = None,
+        stream: bool = False,
     ) -> "Generation":
         """Another answer that goes on from where sample ``index`` is now, finished or not.
 
@@ -78,10 +97,17 @@ class Generation:
         reader = self._llm._reader
         more = reader.encode(append) if isinstance(append, str) else reader.read(append or [])[1]
 
+        news = threading.Event()
+
         def make(token_ids: list[int]) -> Request:
             return self._llm._requests.make(
-                None, [*token_ids, *more], params, self._cache, request_id=request_id
+                None,
+                [*token_ids, *more],
+                params,
+                self._cache,
+                request_id=request_id,
+                stream=Stream(news.set, self._llm._core.look_again) if stream else None,
             )
 
         fork = self._llm._core.fork(request, index, make)
-        return Generation(self._llm, fork, self._cache)
+        return Generation(self._llm, fork, self._cache, news)

@@ -170,7 +170,7 @@ class LLM:
             for prompt, each in zip(many, params, strict=True)
         ]
         if stream:
-            return OutputStream(self._core, requests, news)
+            return OutputStream(self._core, requests, news).submit()
         return self._run(requests, show_progress=use_tqdm)
 
     def chat(
@@ -193,23 +193,35 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
+        stream: bool = False,
         cache_salt: str | None = None,
         cache_priority: int = 0,
         cache_priority_ttl_s: float | None = None,
     ) -> Generation:
         """Begin to answer one prompt and return at once, with what can be waited for, aborted and
-        forked. Raises ``QueueFullError`` when too many requests wait, ``ConfigError`` for an id
-        that is in use."""
+        forked, and with ``stream`` read as it comes.
+
+        Raises ``QueueFullError`` when too many requests wait, ``ConfigError`` for an id in use.
+        """
         cache = CacheOptions.of(cache_salt, cache_priority, cache_priority_ttl_s)
         text, token_ids = self._reader.read(prompt)
         params = sampling_params or SamplingParams()
-        request = self._requests.make(text, token_ids, params, cache, request_id=request_id)
+        news = threading.Event()
+        request = self._requests.make(
+            text,
+            token_ids,
+            params,
+            cache,
+            request_id=request_id,
+            stream=Stream(news.set, self._core.look_again) if stream else None,
+        )
+        generation = Generation(self, request, cache, news)
         self._core.submit_nowait(request)
         if request_id is not None:  # whether it is free is known behind the request
             self._core.call(lambda: None)
             if request.result.done():
                 request.result.result()
-        return Generation(self, request, cache)
+        return generation
 
     def session(
         self,

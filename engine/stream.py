@@ -98,7 +98,8 @@ class OutputStream(Iterator[RequestOutput]):
     samples that got something, each with its new text, tokens and logprobs. The first delta of a
     request has the prompt's logprobs, where it asked for them; the last one says ``finished``.
 
-    request_ids   in the order of the prompts
+    request_ids   in the order of the prompts; whoever makes it submits them, here or elsewhere
+    news          set whenever one of their streams has something
     """
 
     def __init__(
@@ -111,12 +112,15 @@ class OutputStream(Iterator[RequestOutput]):
         self._ready: deque[RequestOutput] = deque()
         for request in requests:
             request.result.add_done_callback(lambda _: news.set())
+
+    def submit(self) -> "OutputStream":
         try:
-            for request in requests:
-                core.submit(request)
+            for request in self._open:
+                self._core.submit(request)
         except BaseException:
             self.close()
             raise
+        return self
 
     def __iter__(self) -> "OutputStream":
         return self

@@ -159,6 +159,33 @@ def test_a_fork_before_the_prompt_is_computed_shares_the_prompt(make_llm, tiny_p
     )
 
 
+def test_an_answer_is_read_as_it_comes_and_its_fork_as_well(llm, tiny_prompts):
+    first = llm.start(tiny_prompts[2][:50], replace(GREEDY, max_tokens=60), stream=True)
+    read, deltas = [], iter(first)
+    while len(read) < 20:
+        read += next(deltas).outputs[0].token_ids
+    second = first.fork(stream=True)
+    branch = [token_id for delta in second for token_id in delta.outputs[0].token_ids]
+    read += [token_id for delta in deltas for token_id in delta.outputs[0].token_ids]
+    assert read == first.result().outputs[0].token_ids
+    assert branch == second.result().outputs[0].token_ids
+    again = [*second.result().prompt_token_ids, *branch]
+    assert again[: 50 + 60] == [*tiny_prompts[2][:50], *read]
+
+
+def test_who_stops_reading_an_answer_aborts_it(llm, tiny_prompts):
+    first = llm.start(tiny_prompts[2][:50], LONG, stream=True)
+    for _ in first:
+        break
+    assert first.result(60).outputs[0].finish_reason == "abort"
+    with pytest.raises(ConfigError, match="has been read"):
+        next(iter(first))
+    other = llm.start(tiny_prompts[2][:50], GREEDY)
+    with pytest.raises(ConfigError, match="stream: this generation was made without"):
+        next(iter(other))
+    assert other.result(60).finished
+
+
 def test_an_answer_can_be_aborted_by_its_id(llm, tiny_prompts):
     first = llm.start(tiny_prompts[0], LONG, request_id="mine")
     with pytest.raises(ConfigError, match="request_id: 'mine' is running already"):
