@@ -70,7 +70,8 @@ def main() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit status. Prints every error that is the user's."""
-    # What the store logs is for programs; the commands say what happened in words of their own.
+    # What the store logs is for programs; commands that tend it say what happened in words of
+    # their own, and those that run an engine on it pass its warnings on.
     logging.getLogger("kvstore").addHandler(logging.NullHandler())
     try:
         status = _dispatch(list(arguments))

@@ -10,6 +10,7 @@ from engine.preflight import check
 from kvstore.config import cache_home
 from tools.parameters import Directory
 from tools.settings import given_values, options_for
+from tools.terminal import pass_on_warnings
 
 
 def engine_settings(parameters: dict[str, Any]) -> dict[str, Any]:
@@ -18,6 +19,7 @@ def engine_settings(parameters: dict[str, Any]) -> dict[str, Any]:
     settings: dict[str, Any] = {"model": "demo"} | given
     if "disk_cache" not in given:
         settings["disk_cache"] = cache_home() / "cache"
+    pass_on_warnings()
     check(EngineConfig.of(**settings))
     return settings
 

@@ -1,6 +1,7 @@
 """What people see while they wait, and what they are asked; nothing where there is no terminal."""
 
 import contextlib
+import logging
 import os
 import sys
 import time
@@ -14,6 +15,19 @@ _REFRESH_S = 0.1
 def say(message: str) -> None:
     """One line of talk, apart from the results."""
     print(f"kvstore: {message}", file=sys.stderr, flush=True)
+
+
+class _StoreTalk(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        say(record.getMessage())
+
+
+_store_talk = _StoreTalk(logging.WARNING)
+
+
+def pass_on_warnings() -> None:
+    """From now on what the store warns of while an engine uses it is talk, too."""
+    logging.getLogger("kvstore").addHandler(_store_talk)  # once, however often this is called
 
 
 def can_draw() -> bool:

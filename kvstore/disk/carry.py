@@ -33,7 +33,7 @@ from kvstore.disk.schema import Head, SealError
 from kvstore.disk.selection import ancestors, find_block, matching_namespaces
 from kvstore.disk.slices import reading
 from kvstore.disk.store import DiskStore, open_for_change
-from kvstore.disk.tree import walk_tree
+from kvstore.disk.tree import Visit, walk_tree
 from kvstore.errors import ConfigError, CorruptBlockError
 
 Progress = Callable[[int, int | None], None]
@@ -59,17 +59,30 @@ def export_documents(
     complete or not at all; only its owner can read it, for it holds the documents' tokens.
     ``progress(blocks, of)`` is called for each block, with those of the whole cache.
     """
-    with reading(path) as env, _opened_for_writing(file) as out:
-        export = _Export(out)
-        write_start(out)
-        if env is not None:
-            export.run(env, namespace, document, progress)
-        write_end(out, export.num_blocks, export.num_bytes)
+    with reading(path) as env:
+        meant = None if env is None else _what_is_meant(env, namespace, document)
+        with _opened_for_writing(file) as out:
+            export = _Export(out)
+            write_start(out)
+            if env is not None and meant is not None:
+                export.run(env, meant, progress)
+            write_end(out, export.num_blocks, export.num_bytes)
     return {
         "blocks": export.num_blocks,
         "bytes": export.num_bytes,
         "left_out": export.num_left_out,
     }
+
+
+def _what_is_meant(
+    env: Environment, namespace: str | None, document: str | None
+) -> Iterable[Visit]:
+    """Raises ``ConfigError`` at once, before anything is written."""
+    namespaces = matching_namespaces(env, namespace)
+    if document is None:
+        return walk_tree(env, namespaces)
+    start = find_block(env, document)
+    return chain(ancestors(env, start), walk_tree(env, namespaces, start))
 
 
 class _Export:
@@ -83,18 +96,9 @@ class _Export:
         self._path = TreePath()
         self._named: set[bytes] = set()
 
-    def run(
-        self,
-        env: Environment,
-        namespace: str | None,
-        document: str | None,
-        progress: Progress | None,
-    ) -> None:
-        namespaces = matching_namespaces(env, namespace)
-        start = None if document is None else find_block(env, document)
-        above = ancestors(env, start) if start is not None else []
+    def run(self, env: Environment, meant: Iterable[Visit], progress: Progress | None) -> None:
         total = _num_blocks(env)
-        for visit in chain(above, walk_tree(env, namespaces, start)):
+        for visit in meant:
             if not visit.is_leaving:
                 self._write_block(env, visit.key)
                 if progress is not None:

@@ -95,6 +95,13 @@ def test_binary_is_not_written_to_a_terminal(cache):
     assert process.exitstatus == 2
 
 
+def test_nothing_is_written_when_nothing_is_meant(kvstore, cache):
+    for option, value in [("--namespace", "llama"), ("--document", "0000")]:
+        result = kvstore("export", cache, "-", option, value)
+        assert (result.returncode, result.stdout) == (2, "")
+        assert value in result.stderr
+
+
 def test_bad_blocks_are_left_out_and_said(run, cache, blocks, tmp_path):
     damage_payload(cache, blocks.payload(blocks.chain(4, start=3)[1]))
     result = run("export", cache, tmp_path / "file.kv")
