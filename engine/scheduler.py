@@ -109,15 +109,15 @@ class Scheduler:
         """Add a sequence that begins with the tokens a running one has computed: it shares their
         blocks. Where there is no room for a copy of the last one, it waits like any other."""
         assert parent.lease is not None
+        child.arrival = parent.arrival
         try:
             child.lease = self._store.fork(parent.lease, parent.num_computed)
         except OutOfBlocksError:
-            self.add(child)
+            self._queue(child, in_front=True)
             return
         child.lookup = child.lease.lookup
         child.num_computed = parent.num_computed
         child.cached_tokens = {TierName.DEVICE: parent.num_computed}
-        child.arrival = parent.arrival
         self._forked[child] = None
         self.waiting.put(child, FRONT)
 

@@ -5,7 +5,7 @@ Ten thousand may wait: whatever a step does here costs the same for one.
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from engine.sequence import Sequence
 
@@ -19,39 +19,44 @@ class WaitingQueue:
     filed    under the key of a block, until ``wake`` is called with it; it may be ranked, too
     aside    neither: whoever put it there brings it back
 
-    A place is given up lazily: what the heap and the files say of a member counts only while its
-    ticket is the same.
+    Ranks are given up lazily: an entry of the heap counts only while its member has the same
+    ticket.
     """
 
     def __init__(self) -> None:
         self._tickets: dict[Sequence, int] = {}
+        self._keys: dict[Sequence, bytes] = {}  # of those that are filed
+        self._files: dict[bytes, dict[Sequence, None]] = {}
         self._heap: list[tuple[float, int, int, Sequence]] = []
-        self._files: dict[bytes, list[tuple[int, Sequence]]] = {}
         self._last_ticket = 0
         self._num_arrived = 0
 
     def __len__(self) -> int:
         return len(self._tickets)
 
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._tickets)
-
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence in self._tickets
 
     def put(self, sequence: Sequence, rank: float = 0.0, key: bytes | None = None) -> None:
         """Rank a sequence, also one that has another place. With ``key`` it is filed as well."""
-        ticket = self._move(sequence)
-        heapq.heappush(self._heap, (rank, sequence.arrival, ticket, sequence))
+        self.set_aside(sequence)
+        entry = (rank, sequence.arrival, self._tickets[sequence], sequence)
+        heapq.heappush(self._heap, entry)
         if key is not None:
-            self._files.setdefault(key, []).append((ticket, sequence))
+            self._file(sequence, key)
 
     def park(self, sequence: Sequence, key: bytes) -> None:
         """Not to be admitted before somebody has computed the block of ``key``, or given it up."""
-        self._files.setdefault(key, []).append((self._move(sequence), sequence))
+        self.set_aside(sequence)
+        self._file(sequence, key)
 
     def set_aside(self, sequence: Sequence) -> None:
-        self._move(sequence)
+        if sequence.arrival < 0:
+            sequence.arrival = self._num_arrived
+            self._num_arrived += 1
+        self._unfile(sequence)
+        self._last_ticket += 1
+        self._tickets[sequence] = self._last_ticket
 
     def first(self) -> Sequence | None:
         """The ranked member that comes first."""
@@ -64,23 +69,24 @@ class WaitingQueue:
 
     def wake(self, keys: Iterable[bytes]) -> list[Sequence]:
         """Members filed under these keys, each put aside."""
-        woken = []
-        if self._files:
-            for key in keys:
-                for ticket, sequence in self._files.pop(key, ()):
-                    if self._tickets.get(sequence) == ticket:
-                        self._move(sequence)
-                        woken.append(sequence)
+        if not self._files:
+            return []
+        woken = [sequence for key in keys for sequence in self._files.get(key, ())]
+        for sequence in woken:
+            self.set_aside(sequence)
         return woken
 
     def remove(self, sequence: Sequence) -> None:
+        self._unfile(sequence)
         del self._tickets[sequence]
 
-    def _move(self, sequence: Sequence) -> int:
-        """A new ticket: no older place of the sequence counts any more."""
-        if sequence.arrival < 0:
-            sequence.arrival = self._num_arrived
-            self._num_arrived += 1
-        self._last_ticket += 1
-        self._tickets[sequence] = self._last_ticket
-        return self._last_ticket
+    def _file(self, sequence: Sequence, key: bytes) -> None:
+        self._keys[sequence] = key
+        self._files.setdefault(key, {})[sequence] = None
+
+    def _unfile(self, sequence: Sequence) -> None:
+        key = self._keys.pop(sequence, None)
+        if key is not None:
+            del self._files[key][sequence]
+            if not self._files[key]:
+                del self._files[key]

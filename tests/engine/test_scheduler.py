@@ -82,6 +82,7 @@ def make_world():
     for world in worlds:
         assert not world.scheduler.has_work
         assert not world.scheduler._being_computed
+        assert not world.scheduler.waiting._files
         assert world.store.check() == []
         world.store.close(10.0)
 
