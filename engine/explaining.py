@@ -10,7 +10,8 @@ from kvstore.block import TierName
 from kvstore.disk.browse import Browser
 from kvstore.disk.slices import reading
 from kvstore.errors import KVStoreError
-from kvstore.explain import Asked, Explanation, explain
+from kvstore.explain import explain
+from kvstore.explanation import Asked, Explanation
 from kvstore.hashing import encode_tokens
 
 

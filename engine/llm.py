@@ -39,7 +39,7 @@ from engine.stream import OutputStream, Stream
 from kvstore.block import TierName
 from kvstore.errors import ConfigError
 from kvstore.events import Event
-from kvstore.explain import Explanation
+from kvstore.explanation import Explanation
 from kvstore.metrics import render
 from kvstore.stats import StoreStats
 

@@ -67,7 +67,8 @@ def _explanations(
 ) -> Iterator[tuple[str, int, Any]]:
     """One for each way in which the text may be meant, with the tokens before the text."""
     from engine.offline import document_tokens, prompt_tokens
-    from kvstore.explain import Asked, explain
+    from kvstore.explain import explain
+    from kvstore.explanation import Asked
     from kvstore.hashing import namespace_id
 
     registered = browser.namespaces()

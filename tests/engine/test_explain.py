@@ -14,7 +14,7 @@ from kvstore.disk.browse import Browser
 from kvstore.disk.look import Engines
 from kvstore.disk.slices import reading
 from kvstore.errors import ConfigError
-from kvstore.explain import Cause
+from kvstore.explanation import Cause
 from kvstore.hashing import namespace_id
 
 ONE = SamplingParams(temperature=0.0, max_tokens=1)

@@ -10,7 +10,8 @@ from kvstore.dates import find_dates
 from kvstore.disk import DiskStore
 from kvstore.disk.browse import Browser
 from kvstore.disk.slices import reading
-from kvstore.explain import Asked, Cause, explain, is_in_date
+from kvstore.explain import explain, is_in_date
+from kvstore.explanation import Asked, Cause
 from kvstore.hashing import chain_refs, chain_seed, encode_tokens, namespace_id, salt_digest
 
 IDENTITY = {"block_size": 4, "dtype": "float32", "weights": "w", "rope": {"theta": 1.0}}
