@@ -49,6 +49,7 @@ class Forgetting:
                 continue
             on_host = index.host[slot] != NONE
             if tier in (None, TierName.DEVICE) and index.device[slot] != NONE:
+                self._evictor.policy.forget(slot)  # dropping would walk its order up to there
                 self._evictor.drop_device(slot)
             if tier in (None, TierName.HOST) and on_host:
                 self._evictor.drop_host(slot)
@@ -127,6 +128,7 @@ class Forgetting:
                 continue
             on_device, on_host = index.device[slot] != NONE, index.host[slot] != NONE
             if on_device:
+                self._evictor.policy.forget(slot)
                 self._evictor.drop_device(slot)
             if on_host:
                 self._evictor.drop_host(slot)

@@ -143,7 +143,6 @@ class Simulation:
         return found
 
     def close(self) -> None:
-        self.store.reset()
         self.store.close()
 
     def __enter__(self) -> "Simulation":
