@@ -11,7 +11,7 @@ from kvstore.planning.stack_distance import COLD, StackDistances
 _GROUPS = 32  # independent parts of a sample, whose spread tells its error
 _PER_OCTAVE = 8  # resolution of the groups' own curves
 _STUDENT_95 = 2.04  # with one degree of freedom less than groups
-_WEIGHTS = 3  # what is summed for each distance: blocks, tokens, contexts
+_WEIGHTS = 2  # what is summed for each distance: blocks and tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,14 +19,12 @@ class Misses:
     """What a cache of some size leaves to be computed.
 
     blocks, tokens   of all requests together
-    context          sum over those tokens of the positions before each, as attention's cost goes
     error_blocks     half of the 95 % interval of ``blocks``, 0 without sampling
     error_tokens     the same of ``tokens``
     """
 
     blocks: float
     tokens: float
-    context: float
     error_blocks: float = 0.0
     error_tokens: float = 0.0
 
@@ -51,13 +49,11 @@ class LruCurve:
         """Count a batch. Returns int64 [n], the capacity each block reference needs for a hit less
         one, at least ``COLD`` for none; None when only a sample was looked at."""
         tokens = batch.tokens_of_block()
-        starts = batch.depths() * batch.block_tokens
         self.num_blocks += len(tokens)
         self.num_tokens += int(tokens.sum())
         sampled, is_in = self.sampler.of(batch)
         above = self.distances.of(sampled)
-        context = tokens * starts + tokens * (tokens - 1) // 2
-        weights = np.stack([np.ones(len(above)), tokens[is_in], context[is_in]])
+        weights = np.stack([np.ones(len(above)), tokens[is_in]])
         self._count(above, weights)
         self._count_groups(sampled, above, weights)
         if self.sampler.most_blocks is not None:
@@ -77,9 +73,9 @@ class LruCurve:
         else:
             fits = int((capacity_blocks - 1) * rate) + 1
             missed = self._cold + self._sums[:, fits:].sum(axis=1)
-        blocks, tokens, context = (missed / rate).tolist()
+        blocks, tokens = (missed / rate).tolist()
         errors = (0.0, 0.0) if rate == 1 else self._errors(capacity_blocks)
-        return Misses(min(blocks, self.num_blocks), min(tokens, self.num_tokens), context, *errors)
+        return Misses(min(blocks, self.num_blocks), min(tokens, self.num_tokens), *errors)
 
     def _count(self, above: Ints, weights: Floats) -> None:
         is_warm = above < COLD
@@ -121,7 +117,7 @@ class LruCurve:
             edges = capacity_blocks * np.array([1, 1 - spread, 1 + spread])
             at, low, high = np.minimum(_bucket(edges), last - 1).tolist()
         errors = []
-        for sums in self._group_sums[:2]:
+        for sums in self._group_sums:
             missed = sums[:, at + 1 :].sum(axis=1)
             chosen = _STUDENT_95 * np.sqrt((1 - rate) * _GROUPS) * missed.std(ddof=1)
             moved = sums[:, low + 1 : high + 1].sum() / 2

@@ -284,7 +284,6 @@ class _Planner:
         missed = Misses(
             (all_blocks / rate) - sum(blocks.values()),
             (all_tokens / rate) - sum(tokens.values()),
-            0.0,
         )
         outcome = self._outcome(missed, times.times())
         return TierOutcome(setup, outcome, blocks, tokens, written)

@@ -25,12 +25,6 @@ def test_misses_of_any_capacity_are_those_of_an_lru_cache(requests, capacity):
     assert curve.misses(capacity).error_blocks == 0
 
 
-def test_context_is_the_positions_before_each_missed_token():
-    curve = LruCurve()
-    curve.add(batch_of([[1, 2], [1, 3]], block_tokens=4))
-    assert curve.misses(10).context == sum(range(8)) + sum(range(4, 8))
-
-
 def test_without_a_limit_only_first_uses_are_missed():
     curve = LruCurve()
     curve.add(batch_of([[1, 2], [3], [1, 2]]))
