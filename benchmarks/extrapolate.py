@@ -86,14 +86,14 @@ def uses(options: argparse.Namespace) -> Iterator[Use]:
         "disk.jsonl, put: one LMDB writer",
     )
     yield Use(
-        "the same, only what was hit before (min_hits)",
+        "the same, of blocks that are asked for again",
         _NODE_ENGINES * written_bytes * options.reused_share / 1e9,
         measured("disk", "put", "ours_gb_s"),
         "GB/s",
         "disk.jsonl, put: one LMDB writer",
     )
     yield Use(
-        "wear of a node's drive, min_hits",
+        "wear of a node's drive by those alone",
         _NODE_ENGINES * written_bytes * options.reused_share * _DAY_S / 1e12,
         _ENDURANCE_BYTES_PER_DAY / 1e12,
         "TB/day",
