@@ -20,6 +20,8 @@ MAX_PADDING = 0.25
 # cost of a sequence's calls, which counts for short contexts only; long ones fit the cache better
 # one by one (64 sequences of 300: 8 ms a layer against 16 one by one; 4 of 3,000: 4.7 against 2.6).
 MAX_GROUP_POSITIONS = 1 << 12
+# Least positions that sequences have in common for these to be gathered once for all of them.
+MIN_SHARED_POSITIONS = 256
 # Kept plans: a step has one per window (alternating layers) and per kind of call.
 MAX_PLANS = 8
 
@@ -56,16 +58,20 @@ class Chunk:
 class Group:
     """One query token each of several sequences, padded to the same number of blocks.
 
-    rows    rows of q, int64 [num_seqs]
-    length  gathered positions per sequence
-    hidden  bool [num_seqs, length]: positions that the query does not see; None when it sees all
-    blocks  the sequences' blocks, one sequence after the other
+    rows         rows of q, int64 [num_seqs]
+    length       gathered positions per sequence
+    hidden       bool [num_seqs, length]: positions that the query does not see; None for none
+    hidden_rows  the same as indices into [num_seqs · length]
+    blocks       the sequences' blocks, one sequence after the other
+    shared       blocks that all of them see whole and before their own; None for none
     """
 
     rows: Tensor
     length: int
     hidden: Tensor | None
+    hidden_rows: Tensor | None
     blocks: Blocks
+    shared: Blocks | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +144,20 @@ class _Single:
     origin: int
     length: int  # from the origin
 
+    def behind(self, num_blocks: int, block_size: int) -> "_Single":
+        """Without its first blocks."""
+        skipped = num_blocks * block_size
+        rest = (self.seq, self.row, self.origin + skipped, self.length - skipped)
+        return _Single(self.num_blocks - num_blocks, *rest)
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """Sequences whose first ``num_shared`` blocks are the same."""
+
+    members: list[_Single]
+    num_shared: int
+
 
 def _make_plan(
     block_tables: Tensor,
@@ -172,12 +192,20 @@ def _make_plan(
         else:
             blocks = _make_blocks(tables[seq, begin:end], device)
             chunks.append(Chunk(first, last, origin, seq_len - origin, blocks))
-    singles.sort(key=lambda single: single.num_blocks)
-    if may_batch:
-        batches = _group_by_length(singles, block_size)
-    else:
-        batches = [[single] for single in singles]
-    groups = [_make_group(members, tables, block_size, window, device) for members in batches]
+    groups: list[Group] = []
+
+    def add(members: list[_Single], shared: Blocks | None) -> None:
+        groups.append(_make_group(members, tables, block_size, window, device, shared))
+
+    if may_batch and window is None:
+        families, singles = _families(singles, tables, block_size)
+        for family in families:
+            shared = _make_blocks(tables[family.members[0].seq, : family.num_shared], device)
+            own = [single.behind(family.num_shared, block_size) for single in family.members]
+            for members in _group_by_length(own, block_size, most_padding=1.0):
+                add(members, shared)
+    for members in _group_by_length(singles, block_size) if may_batch else [[s] for s in singles]:
+        add(members, None)
     rows = torch.tensor(zero_rows, device=device) if zero_rows else None
     return Plan(tuple(chunks), tuple(groups), rows)
 
@@ -192,14 +220,50 @@ def _make_blocks(ids: Tensor, device: torch.device) -> Blocks:
     return Blocks(ids.to(device), tuple(runs))
 
 
-def _group_by_length(singles: list[_Single], block_size: int) -> list[list[_Single]]:
+def _families(
+    singles: list[_Single], tables: Tensor, block_size: int
+) -> tuple[list[_Family], list[_Single]]:
+    """Families, and those who have none: what saves the most gathering of all cuts of the tree
+    that their block tables form."""
+    least = MIN_SHARED_POSITIONS // block_size
+    ids = tables.numpy()
+
+    def split(members: list[_Single], depth: int) -> list[_Family]:
+        """Of members that share ``depth`` blocks."""
+        # The last block of a sequence is its own: nothing would be left behind the shared ones.
+        most = min(single.num_blocks for single in members) - 1
+        rows = ids[[single.seq for single in members], depth:most]
+        is_same = (rows == rows[0]).all(axis=0)
+        num_shared = most if is_same.all() else depth + int(is_same.argmin())
+        children: dict[int, list[_Single]] = {}
+        for single in members:
+            if num_shared < single.num_blocks - 1:
+                children.setdefault(int(ids[single.seq, num_shared]), []).append(single)
+        parts = [each for each in children.values() if 1 < len(each) < len(members)]
+        deeper = [family for part in parts for family in split(part, num_shared)]
+        whole = [_Family(members, num_shared)] if num_shared >= max(1, least) else []
+        return max(whole, deeper, key=_saved)
+
+    able = [single for single in singles if single.num_blocks > least]
+    families = split(able, 0) if len(able) > 1 else []
+    related = {single.seq for family in families for single in family.members}
+    return families, [single for single in singles if single.seq not in related]
+
+
+def _saved(families: list[_Family]) -> int:
+    return sum((len(family.members) - 1) * family.num_shared for family in families)
+
+
+def _group_by_length(
+    singles: list[_Single], block_size: int, most_padding: float = MAX_PADDING
+) -> list[list[_Single]]:
     """Cut the list, sorted by length, where padding or the buffer would grow too large."""
     groups: list[list[_Single]] = []
     used = 0
-    for single in singles:
+    for single in sorted(singles, key=lambda single: single.num_blocks):
         padded = single.num_blocks * (len(groups[-1]) + 1) if groups else 0
         used += single.num_blocks
-        too_padded = padded - used > MAX_PADDING * padded
+        too_padded = padded - used > most_padding * padded
         if not groups or too_padded or padded * block_size > MAX_GROUP_POSITIONS:
             groups.append([])
             used = single.num_blocks
@@ -213,6 +277,7 @@ def _make_group(
     block_size: int,
     window: int | None,
     device: torch.device,
+    shared: Blocks | None,
 ) -> Group:
     width = members[-1].num_blocks
     ids = []
@@ -226,9 +291,12 @@ def _make_group(
     hidden = positions >= ends
     if window is not None:
         hidden |= positions < ends - window
+    hides = bool(hidden.any())
     return Group(
         rows=torch.tensor([single.row for single in members], device=device),
         length=length,
-        hidden=hidden.to(device) if bool(hidden.any()) else None,
+        hidden=hidden.to(device) if hides else None,
+        hidden_rows=hidden.flatten().nonzero()[:, 0].to(device) if hides else None,
         blocks=_make_blocks(torch.cat(ids), device),
+        shared=shared,
     )

@@ -10,7 +10,8 @@ A call goes in three steps. *Plan* (``attention_plan.py``). *Gather*: keys and v
 into one buffer ``[num_kv_heads, positions, head_dim]``, reused from call to call, by runs of
 adjacent blocks. *Attend*: for a tile of query positions two batched products around one softmax
 over the whole visible row, all query heads of a KV head packed as rows of the same product, so that
-keys and values are never repeated. A result depends on the position of its tile in the chunk, not
+keys and values are never repeated. Sequences that decode behind the same blocks are rows of the
+same product as well. A result depends on the position of its tile in the chunk, not
 on other sequences.
 
 Memory traffic of one call: each visible K and V byte is read once, written once to the buffer and
@@ -142,16 +143,37 @@ class _Attention:
         num_kv_heads, heads_per_kv, head_dim = self._head_shape()
         num_seqs = len(group.rows)
         k = _gather_heads("k", self.k_pool, group.blocks, num_seqs, group.length)
-        v = _gather_heads("v", self.v_pool, group.blocks, num_seqs, group.length)
+        # 0 · NaN is NaN, and nobody wrote the slots past a sequence's end.
+        zeroed = group.hidden_rows
+        v = _gather_heads("v", self.v_pool, group.blocks, num_seqs, group.length, zeroed)
         q = self._scaled(self.q[group.rows], k.dtype)
         scores = self._scores(q.view(num_seqs * num_kv_heads, heads_per_kv, head_dim), k)
         if group.hidden is not None:
-            hidden = group.hidden[:, None, :, None]
-            scores.view(num_seqs, -1, group.length).masked_fill_(hidden[..., 0], -torch.inf)
-            # 0 · NaN is NaN, and nobody wrote the slots past a sequence's end.
-            v.view(num_seqs, num_kv_heads, group.length, head_dim).masked_fill_(hidden, 0)
-        result = torch.bmm(self._weights(scores, v.dtype), v)
-        self.out[group.rows] = result.view(num_seqs, -1, head_dim).to(self.out.dtype)
+            hidden = group.hidden[:, None]
+            scores.view(num_seqs, -1, group.length).masked_fill_(hidden, -torch.inf)
+        if group.shared is None:
+            result = torch.bmm(self._weights(scores, v.dtype), v)
+        else:
+            result = self._attend_shared(group.shared, q, scores, v)
+        self.out[group.rows] = result.reshape(num_seqs, -1, head_dim).to(self.out.dtype)
+
+    def _attend_shared(self, shared: Blocks, q: Tensor, scores: Tensor, v: Tensor) -> Tensor:
+        """Of queries ``[num_seqs, num_heads, head_dim]`` that see the same blocks first, which are
+        gathered once, and then each its own positions, with these scores and values."""
+        num_kv_heads, heads_per_kv, head_dim = self._head_shape()
+        num_seqs, length = q.shape[0], len(shared.ids) * self.k_pool.shape[1]
+        shape = (num_seqs, num_kv_heads, heads_per_kv)
+        # [num_kv_heads, sequence × head of the KV head, …]: the rows of the shared products.
+        rows = q.view(*shape, head_dim).transpose(0, 1).reshape(num_kv_heads, -1, head_dim)
+        keys = _gather_heads("shared", self.k_pool, shared, 1, length)
+        far = self._scores(rows, keys, "shared scores")
+        near = scores.view(*shape, -1).transpose(0, 1).reshape(num_kv_heads, rows.shape[1], -1)
+        weights = self._weights(torch.cat([far, near], -1), v.dtype)
+        values = _gather_heads("shared", self.v_pool, shared, 1, length)
+        result = torch.bmm(weights[..., :length], values)
+        own = weights[..., length:].unflatten(1, (num_seqs, -1)).transpose(0, 1)
+        result = result.unflatten(1, (num_seqs, -1)).transpose(0, 1).float()
+        return result + torch.bmm(own.reshape(scores.shape), v).view(*shape, head_dim)
 
     def _head_shape(self) -> tuple[int, int, int]:
         num_kv_heads = self.k_pool.shape[2]
@@ -161,9 +183,9 @@ class _Attention:
         """The scale goes into q: exact for a power of two, else a rounding below that of scores."""
         return q.to(dtype) * (self.scale if self.softcap is None else self.scale / self.softcap)
 
-    def _scores(self, q: Tensor, k: Tensor) -> Tensor:
+    def _scores(self, q: Tensor, k: Tensor, buffer: str = "scores") -> Tensor:
         shape = (q.shape[0], q.shape[1], k.shape[1])
-        scores = _buffers.get("scores", shape, q, q.dtype)
+        scores = _buffers.get(buffer, shape, q, q.dtype)
         torch.bmm(q, k.transpose(1, 2), out=scores)
         # A rounded tanh would lose what distinguishes large scores, so that goes in float32.
         return scores if self.softcap is None else scores.float().tanh_().mul_(self.softcap)
@@ -179,13 +201,23 @@ class _Attention:
         return weights[..., :-1].to(dtype)
 
 
-def _gather_heads(name: str, pool: Tensor, blocks: Blocks, num_seqs: int, length: int) -> Tensor:
-    """Gathered blocks as ``[num_seqs * num_kv_heads, length, head_dim]``, in the compute dtype."""
+def _gather_heads(
+    name: str,
+    pool: Tensor,
+    blocks: Blocks,
+    num_seqs: int,
+    length: int,
+    zeroed: Tensor | None = None,
+) -> Tensor:
+    """Gathered blocks as ``[num_seqs * num_kv_heads, length, head_dim]``, in the compute dtype.
+
+    ``zeroed``: positions, counted over all sequences, that are 0 instead of what is there.
+    """
     _, block_size, num_kv_heads, head_dim = pool.shape
     shape = (num_seqs * num_kv_heads, length, head_dim)
     out = _buffers.get(name, shape, pool, _compute_dtype(pool.dtype))
     by_position = out.view(num_seqs, num_kv_heads, length, head_dim).transpose(1, 2)
-    if num_seqs == 1 and blocks.runs:
+    if num_seqs == 1 and blocks.runs and zeroed is None:
         for block_id, index, count in blocks.runs:
             first = index * block_size
             whole = min(count, (length - first) // block_size)
@@ -199,6 +231,8 @@ def _gather_heads(name: str, pool: Tensor, blocks: Blocks, num_seqs: int, length
         near = _buffers.get("blocks", (len(blocks.ids), *pool.shape[1:]), pool, pool.dtype)
         torch.index_select(pool, 0, blocks.ids, out=near)
         near = near.view(num_seqs, -1, num_kv_heads, head_dim)
+        if zeroed is not None:
+            near.flatten(0, 1).index_fill_(0, zeroed, 0)
         by_position.copy_(near[:, :length])
     return out
 

@@ -1,11 +1,14 @@
 """The torch twins against a float64 attention that is written in the most literal way."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from attention_oracle import Case, attention_cases, expected_attention, make_case, tolerance
 from hypothesis import given, settings
 
-from kernels import reference
+from kernels import attention_plan, reference
+from kernels.attention_plan import plan_attention
 from kernels.paged_decode import paged_decode
 from kernels.paged_prefill import paged_prefill
 
@@ -115,3 +118,27 @@ def test_buffers_made_in_inference_mode_serve_outside_of_it():
     with torch.inference_mode():
         inside = prefill(case)
     assert torch.equal(prefill(case), inside)
+
+
+@settings(max_examples=100, deadline=None)
+@given(attention_cases(dtypes=(torch.float32, torch.float16), head_dims=(16, 64), decode=True))
+def test_decode_over_a_prefix_gathered_once_equals_float64_attention(case):
+    with patch.object(attention_plan, "MIN_SHARED_POSITIONS", 8):
+        assert_answers(case, decode(case))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"with_sinks": True, "softcap": 20.0}])
+def test_sequences_of_two_documents_gather_each_once(dtype, options):
+    """Two trees under a common first block: three and two questions, and one without relatives."""
+    lengths = [(n, 1) for n in (400, 415, 450, 300, 333, 500)]
+    case = make_case(lengths, dtype=dtype, heads_per_kv=3, seed=2, **options)
+    tables = case.block_tables
+    for seq, (document, shared) in enumerate([(0, 25), (0, 25), (0, 22), (3, 18), (3, 18)]):
+        tables[seq, :shared] = tables[document, :shared]
+    tables[:, 0] = tables[0, 0]
+    plan = plan_attention(tables, None, case.seq_lens, 1, 16, None)
+    shared = {tuple(group.rows.tolist()): len(group.shared.ids) for group in plan.groups[:2]}
+    assert shared == {(0, 1, 2): 22, (3, 4): 18}
+    assert [group.shared for group in plan.groups[2:]] == [None]
+    assert_answers(case, decode(case))
