@@ -8,7 +8,9 @@ correctness  every kernel and dtype on the device: attention against its torch t
 attention    prefill and decode beside torch's SDPA and what attention library can be imported; the
              same kernel over block-major and layer-major strides, and with blocks of a whole tile
 copies       host to device and back by fragment size, gathers and scatters in device memory
-ttft         a random model of 1B shape through the engine: cold, device, host, disk
+decode       a random model of 1B shape through the engine: decode steps with and without graphs,
+             deterministic, with attention "auto"
+ttft         the same model: cold, device, host, disk
 
 Each row stands beside its prediction (``kernels/roofline.py``, docs/kernels.md) and its accept
 line. Writes ``benchmarks/results/gpu_suite-<device>.json`` and ``.md``; exit status 1 if a row
@@ -345,19 +347,15 @@ def stream_seconds(run: Callable[[], Any]) -> float:
     return statistics.median(times[1:])
 
 
-def ttft() -> Iterator[Row]:
-    """A random model of Llama-3.2-1B's shape; a prefix of 8,192 tokens, then one question each."""
+def save_random_model(directory: str) -> int:
+    """Of Llama-3.2-1B's shape, few tokens; returns the bytes of one position's keys and values."""
     from transformers import LlamaConfig, LlamaForCausalLM
-
-    from engine import LLM, SamplingParams
 
     shape = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64}
-    length = 8192
     if IS_TOY:
         shape = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2}
         heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
-        length = 100
     config = LlamaConfig(
         **shape,
         **heads,
@@ -366,16 +364,100 @@ def ttft() -> Iterator[Row]:
         initializer_range=0.1,
         tie_word_embeddings=True,
     )
-    params = SamplingParams(temperature=0.0, max_tokens=1)
-    generator = torch.Generator().manual_seed(0)
-    prefix, other = torch.randint(5, 1000, (2, length), generator=generator).tolist()
+    with torch.device(DEVICE):
+        model = LlamaForCausalLM(config).to(torch.float32 if IS_TOY else torch.bfloat16)
+    model.save_pretrained(directory)
     itemsize = 4 if IS_TOY else 2
-    token_bytes = shape["num_hidden_layers"] * 2 * heads["num_key_value_heads"] * 64 * itemsize
+    return shape["num_hidden_layers"] * 2 * heads["num_key_value_heads"] * 64 * itemsize
+
+
+def random_prompts(count: int, length: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    prompts: list[list[int]] = torch.randint(5, 1000, (count, length), generator=generator).tolist()
+    return prompts
+
+
+def decoding() -> Iterator[Row]:
+    """Decode steps with and without graphs; the same bits in deterministic mode, cold and cached;
+    the attention that "auto" chooses."""
+    from engine import LLM, SamplingParams
+
+    batch, length, count = (2, 20, 2) if IS_TOY else (16, 500, 64)
+    prompts = random_prompts(batch, length)
+    settings: dict[str, Any] = {"skip_tokenizer_init": True, "load_policy": "always"}
+    settings |= {"max_model_len": 64 if IS_TOY else 8192, "max_num_seqs": 4 if IS_TOY else 64}
+    settings |= {"device_cache": "1MiB" if IS_TOY else "8GiB", "host_cache": 0}
+    params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, logprobs=1)
+
+    def answers(llm: LLM, num_seqs: int, settings: SamplingParams = params) -> list[Any]:
+        outputs = llm.generate(prompts[:num_seqs], settings, use_tqdm=False)
+        return [output.outputs[0] for output in outputs]
+
+    def step_seconds(llm: LLM, num_seqs: int) -> float:
+        few = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+        many = SamplingParams(temperature=0.0, max_tokens=1 + count, ignore_eos=True)
+        times = []
+        # The first round reads the prompts and warms up.
+        for each in (few, many) * (1 if IS_TOY else 2):
+            start = time.perf_counter()
+            answers(llm, num_seqs, each)
+            times.append(time.perf_counter() - start)
+        return max(times[-1] - times[-2], 1e-9) / count
+
     with tempfile.TemporaryDirectory() as directory:
-        with torch.device(DEVICE):
-            model = LlamaForCausalLM(config).to(torch.float32 if IS_TOY else torch.bfloat16)
-        model.save_pretrained(directory)
-        del model
+        save_random_model(directory)
+        steps: dict[str, dict[int, float]] = {}
+        tokens: dict[str, list[list[int]]] = {}
+        for kind in ("eager", "graphs"):
+            start = time.perf_counter()
+            with LLM(directory, enforce_eager=kind == "eager", **settings) as llm:
+                yield row("decode", f"{kind}: start", time.perf_counter() - start, "s")
+                has_graphs = llm._core.runner.has_graphs
+                expected = kind == "graphs" and not IS_TOY
+                accept = (f"captured: {expected}", has_graphs == expected)
+                yield row("decode", f"{kind}: graphs captured", float(has_graphs), "", "", accept)
+                steps[kind] = {each: step_seconds(llm, each) for each in (1, batch)}
+                tokens[kind] = [answer.token_ids for answer in answers(llm, batch)]
+            for each, took in steps[kind].items():
+                yield row("decode", f"{kind}: step of {each}", 1e3 * took, "ms")
+        same = sum(a == b for a, b in zip(tokens["eager"], tokens["graphs"], strict=True))
+        accept = ("all, but for ties", same >= 0.75 * batch)
+        yield row("decode", "graphs: answers as eager ones", same / batch, "share", "1", accept)
+        for each, line in ((1, 1.5), (batch, 1.2)):
+            gain = steps["eager"][each] / steps["graphs"][each]
+            accept = (f">= {line}", gain >= line)
+            yield row("decode", f"eager step of {each} over graph", gain, "ratio", "2 to 4", accept)
+
+        more = {"max_num_batched_tokens": 4096, "max_model_len": 256 if IS_TOY else 8192}
+        with LLM(directory, deterministic=True, **settings | more) as llm:
+            several = 1 if IS_TOY else batch  # a chunk takes seconds to interpret
+            runs = [answers(llm, count) for count in (several, several, 1)]
+        cold, warm, alone = ([bits(answer) for answer in run] for run in runs)
+        accept = ("bits equal", cold == warm and alone == cold[:1])
+        yield row("decode", "deterministic: cold, cached, alone", None, "", "", accept)
+        with LLM(directory, attention_backend="auto", **settings) as llm:
+            name = llm._core.runner._context.backend.name
+            auto = [answer.token_ids[0] for answer in answers(llm, batch)]
+        same = sum(a == b[0] for a, b in zip(auto, tokens["eager"], strict=True))
+        accept = ("all, but for ties", same >= 0.75 * batch)
+        yield row("decode", f"auto attention: {name}", same / batch, "share", "1", accept)
+
+
+def bits(answer: Any) -> list[tuple[int, float]]:
+    """Tokens and their log-probabilities, which differ when any bit of the logits does."""
+    chosen = zip(answer.token_ids, answer.logprobs, strict=True)
+    return [(token, step[token].logprob) for token, step in chosen]
+
+
+def ttft() -> Iterator[Row]:
+    """A random model of Llama-3.2-1B's shape; a prefix of 8,192 tokens, then one question each."""
+    from engine import LLM, SamplingParams
+
+    length = 100 if IS_TOY else 8192
+    params = SamplingParams(temperature=0.0, max_tokens=1)
+    prefix, other = random_prompts(2, length)
+    with tempfile.TemporaryDirectory() as directory:
+        token_bytes = save_random_model(directory)
         with LLM(
             directory,
             skip_tokenizer_init=True,
@@ -431,7 +513,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="the object on stdout")
     parser.add_argument("--out", type=Path, default=RESULTS, help=f"folder, default {RESULTS.name}")
     parser.add_argument(
-        "--only", choices=("correctness", "attention", "copies", "ttft"), action="append"
+        "--only", choices=("correctness", "attention", "copies", "decode", "ttft"), action="append"
     )
     arguments = parser.parse_args()
     if not IS_TOY and not torch.cuda.is_available():
@@ -442,6 +524,7 @@ def main() -> int:
         "correctness": correctness,
         "attention": lambda: attention(device),
         "copies": lambda: copies(device),
+        "decode": decoding,
         "ttft": ttft,
     }
     rows: list[Row] = []

@@ -25,7 +25,7 @@ def result(tmp_path_factory):
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("section", ["correctness", "attention", "copies", "ttft"])
+@pytest.mark.parametrize("section", ["correctness", "attention", "copies", "decode", "ttft"])
 def test_every_section_has_rows_and_none_failed(result, section):
     rows = [row for row in result["rows"] if row["section"] == section]
     assert len(rows) >= 4
