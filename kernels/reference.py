@@ -170,10 +170,10 @@ class _Attention:
         near = scores.view(*shape, -1).transpose(0, 1).reshape(num_kv_heads, rows.shape[1], -1)
         weights = self._weights(torch.cat([far, near], -1), v.dtype)
         values = _gather_heads("shared", self.v_pool, shared, 1, length)
-        result = torch.bmm(weights[..., :length], values)
-        own = weights[..., length:].unflatten(1, (num_seqs, -1)).transpose(0, 1)
-        result = result.unflatten(1, (num_seqs, -1)).transpose(0, 1).float()
-        return result + torch.bmm(own.reshape(scores.shape), v).view(*shape, head_dim)
+        by_head = (num_kv_heads, num_seqs, heads_per_kv, -1)
+        result = torch.bmm(weights[..., :length], values).view(by_head).transpose(0, 1)
+        own = weights[..., length:].view(by_head).transpose(0, 1).reshape(scores.shape)
+        return result.float() + torch.bmm(own, v).view(*shape, head_dim)
 
     def _head_shape(self) -> tuple[int, int, int]:
         num_kv_heads = self.k_pool.shape[2]
