@@ -65,7 +65,7 @@ def test_draws_follow_the_distribution_that_is_left(restriction):
         assert abs(counts[token] - 4000 * probability) < 5 * deviation + 5
 
 
-def test_top_p_looks_beyond_the_sorted_head_of_a_flat_distribution():
+def test_top_p_keeps_as_much_of_a_flat_distribution_as_it_says():
     flat = torch.zeros(5000)
     counts = draws(flat, 3000, top_p=0.9)
     assert len(counts) > 1024 + 500
@@ -228,3 +228,21 @@ def test_nothing_is_read_before_all_is_enqueued(logprobs, monkeypatch):
     with contextlib.suppress(ValueError):  # nothing came
         sample(torch.empty(len(requests), VOCAB, device="meta"), requests)
     assert len(fetched) == 1
+
+
+@pytest.mark.parametrize("vocab_size", [255, 256, 1000])
+def test_every_share_of_a_large_vocabulary_finds_its_token(vocab_size, monkeypatch):
+    """Sums are taken in runs of 256: the first and the last token of each, and none without
+    probability, whatever the share."""
+    row = logits(seed=11, vocab_size=vocab_size)
+    row[0, ::3] = -torch.inf
+    probs = row.double().softmax(-1)[0]
+    ends = probs.cumsum(0).tolist()
+    for token in [t for t in range(vocab_size) if probs[t] > 1e-4][:: vocab_size // 50]:
+        share = ends[token] - float(probs[token]) / 2
+        monkeypatch.setattr("engine.sampler._uniform", lambda request, share=share: share)
+        request = SampleRequest(SamplingParams(), make_generator(0))
+        assert sample(row, [request])[0].token_id == token
+    for share in (0.0, 1.0 - 1e-16):
+        monkeypatch.setattr("engine.sampler._uniform", lambda request, share=share: share)
+        assert probs[sample(row, [request])[0].token_id] > 0
