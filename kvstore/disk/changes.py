@@ -11,8 +11,10 @@ liblmdb reports damage            turn the tier off; the next start checks the f
 import contextlib
 import errno
 import logging
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 
 import lmdb
 
@@ -30,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 LOCKED_OUT_WAIT_S = 0.2
 _ATTEMPTS = 3
+_COMMITS_WITHOUT_PINS = 4
 _PAGES_A_CHANGE = 3  # tree pages that are copied for one block
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -59,6 +62,8 @@ class Changes:
         self._env = env
         self._lock_timeout_s = lock_timeout_s
         self._is_locked_out = False
+        self._is_short = False  # of pages: the map was full
+        self._patience = 0  # commits until pins that have ended are released again
         self._has_warned_of_reader = False
 
     def is_locked_out(self) -> bool:
@@ -83,7 +88,7 @@ class Changes:
                     self._is_locked_out = False
                     ledger = Ledger(self._env, txn)
                     if ledger.head.generation == self._env.generation:
-                        pins.expire(ledger, self.clock())
+                        self._expire_pins(ledger)
                         yield ledger
                         ledger.finish()
                         self.space.ends(ledger)
@@ -91,11 +96,22 @@ class Changes:
             except WriterBusyError:
                 self._is_locked_out = self._is_locked_out or wait_s >= self._lock_timeout_s
                 raise
+            except lmdb.MapFullError:
+                self._is_short, self._patience = True, _COMMITS_WITHOUT_PINS
+                raise
             self._env.adopt(ledger.head)
             self.space.adopt()
+        self._is_short = self._is_short and self._patience > 0
+        self._patience = max(0, self._patience - 1)
         self.num_evicted += ledger.num_evicted
         if self.removed is not None:
             self.removed += ledger.removed
+
+    def _expire_pins(self, ledger: Ledger) -> None:
+        """Releasing a pin rewrites the records of its sequence, which takes pages: where they are
+        scarce, what needs them goes first, and then one pin at a time."""
+        if not self._patience:
+            pins.expire(ledger, self.clock(), 1 if self._is_short else sys.maxsize)
 
     def attempt(
         self,
@@ -129,7 +145,10 @@ class Changes:
         """After a full map that the accounts did not foresee: whether trying again may help."""
         if self._env.free_stale_readers():
             return True
-        is_better = self.attempt(lambda ledger: self.space.relieve(ledger, need, spared))
+        is_better = 0
+        while need and not is_better:  # evicting takes pages, too: rather a few blocks than none
+            pages, need = need, need // 4
+            is_better = self.attempt(partial(self.space.relieve, need=pages, protect=spared))
         if not is_better and not self._has_warned_of_reader:
             self._has_warned_of_reader = True
             path = self._env.directory

@@ -9,6 +9,7 @@ A pin belongs to the directory: every process spares what it protects, and any m
 is one a block. Pinning again keeps the later end.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -45,9 +46,12 @@ def unpin(ledger: Ledger, key: bytes) -> bool:
     return True
 
 
-def expire(ledger: Ledger, now: float) -> None:
-    """Release the pins that have ended."""
-    while (first := ledger.first_pin()) is not None and first[0] <= now:
+def expire(ledger: Ledger, now: float, most: int = sys.maxsize) -> None:
+    """Release the pins that have ended, at most so many."""
+    for _ in range(most):
+        first = ledger.first_pin()
+        if first is None or first[0] > now:
+            return
         if not unpin(ledger, first[1]):
             raise SealError
 

@@ -108,6 +108,8 @@ class Writer:
             self._changes.attempt(lambda ledger: _touch(ledger, due, now), LOCKED_OUT_WAIT_S)
 
     def pin(self, keys: Sequence[bytes], ttl_s: float | None) -> list[bytes]:
+        if not keys:
+            return []
         until = math.inf if ttl_s is None else self._clock() + ttl_s
         missing: list[bytes] = []
 
@@ -119,6 +121,7 @@ class Writer:
                 if record is None or record.is_bad
             ]
             if not missing:
+                pins.expire(ledger, self._clock())  # none that has ended counts
                 pins.pin(ledger, keys[-1], until)
             return 1
 

@@ -418,3 +418,23 @@ def test_read_only_store_cannot_pin(directory: Path, blocks: Blocks) -> None:
         with pytest.raises(TierBrokenError, match="opened with disk_mode='ro'"):
             store.pin(keys(refs))
         assert not store.unpin(refs[0].key)
+
+
+def test_pins_that_end_when_the_map_is_full_do_not_keep_it_full(
+    directory: Path, clock: FakeClock
+) -> None:
+    """Releasing a pin rewrites the records of its whole sequence, in a transaction that would
+    otherwise make room: with blocks smaller than their records nothing was stored any more."""
+    blocks = Blocks(payload_bytes=300)
+    with DiskStore.open(directory, capacity_bytes=2 << 20, config=small(), clock=clock) as store:
+        for _ in range(4):
+            assert store.pin(keys(put(store, blocks, 50)), ttl_s=10.0) == []
+        for _ in range(35):
+            store.put_group(blocks.writes(blocks.chain(40)))
+        clock.now += 11.0
+        for _ in range(10):
+            newest = blocks.chain(40)
+            store.put_group(blocks.writes(newest))
+        assert num_present(store, newest) == 40
+        assert store.stats().pinned_blocks == 0
+    assert problems_on_disk(directory) == []

@@ -237,3 +237,15 @@ def test_many_small_blocks_fill_the_cache_to_its_watermark(directory: Path) -> N
         assert stats.used_bytes > 0.3 * (8 << 20)  # LMDB's pages are two thirds full at best
     assert data_file(directory).stat().st_size <= 8 << 20
     assert problems_on_disk(directory) == []
+
+
+def test_cache_too_small_to_evict_all_at_once_never_wedges(directory: Path) -> None:
+    """Evicting takes pages: where what it frees lies scattered, more than the slack of a small map.
+    It then stored nothing for ever."""
+    blocks = Blocks(payload_bytes=1500)
+    with DiskStore.open(directory, capacity_bytes=2 << 20, config=small()) as store:
+        for start in range(40):
+            refs = blocks.chain(40, start=start)
+            assert set(store.put_group(blocks.writes(refs))) == {STORED}
+        assert store.stats().evictions > 1000
+    assert problems_on_disk(directory) == []
