@@ -120,7 +120,7 @@ def test_buffers_made_in_inference_mode_serve_outside_of_it():
     assert torch.equal(prefill(case), inside)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(attention_cases(dtypes=(torch.float32, torch.float16), head_dims=(16, 64), decode=True))
 def test_decode_over_a_prefix_gathered_once_equals_float64_attention(case):
     with patch.object(attention_plan, "MIN_SHARED_POSITIONS", 8):
