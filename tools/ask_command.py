@@ -139,7 +139,7 @@ ask = Command(
     "week, does not read it again.",
     examples=(
         'kvstore ask contract.txt -q "Who are the parties?" -q "When does it end?"',
-        'kvstore ask notes.md -q "What is missing?" --model ./llama --dtype bfloat16 --json',
+        'kvstore ask notes.md -q "What is missing?" --model ./llama --json',
     ),
     params=[
         click.Argument(["file"], metavar="FILE", type=File()),

@@ -85,6 +85,7 @@ def run(arguments: Sequence[str]) -> int:
         print(f"kvstore: {name}{error.strerror or error}", file=sys.stderr)
         return FAILED
     except (KeyboardInterrupt, click.Abort):
+        _drop_output()
         print("kvstore: interrupted", file=sys.stderr)
         return INTERRUPTED
     except click.UsageError as error:
@@ -102,7 +103,9 @@ def run(arguments: Sequence[str]) -> int:
 
 def _drop_output() -> None:
     """The interpreter flushes stdout once more at its end; that must not fail."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
 
 
 def _dispatch(arguments: list[str]) -> int:

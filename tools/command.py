@@ -1,5 +1,7 @@
 """What the help of every command looks like: usage, examples, words, options in sections."""
 
+import shutil
+import textwrap
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from keyword import iskeyword
@@ -27,12 +29,28 @@ class Command(click.Command):
         further = [option for options in self.sections.values() for option in options]
         super().__init__(*arguments, params=[*params, *further], **keywords)
 
+    def get_help(self, ctx: click.Context) -> str:
+        columns = shutil.get_terminal_size().columns
+        if columns < 80:  # click's own width is never below 50
+            ctx.terminal_width = columns - 1
+        return super().get_help(ctx)
+
     def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         super().format_usage(ctx, formatter)
         if self.examples:
             with formatter.section("Examples"):
+                indent = " " * formatter.current_indent
                 for example in self.examples:
-                    formatter.write(f"{'':{formatter.current_indent}}{example}\n")
+                    lines = textwrap.wrap(
+                        example,
+                        formatter.width - 2,  # leaves room for the backslash
+                        initial_indent=indent,
+                        subsequent_indent=2 * indent,
+                        break_long_words=False,
+                        break_on_hyphens=False,
+                    )
+                    is_whole = len(indent + example) <= formatter.width
+                    formatter.write((indent + example if is_whole else " \\\n".join(lines)) + "\n")
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         placed = {id(option) for options in self.sections.values() for option in options}
@@ -45,7 +63,7 @@ class Command(click.Command):
             records = [record for param in params if (record := param.get_help_record(ctx))]
             if records:
                 with formatter.section(heading):
-                    formatter.write_dl(records)
+                    formatter.write_dl(records, col_max=min(30, formatter.width // 2))
 
 
 class Group(Command, click.Group):

@@ -70,9 +70,12 @@ class Namespace(click.ParamType):
         from kvstore.disk.offline import summarize
         from kvstore.errors import KVStoreError
 
+        # An option that still waits for its value keeps click from placing the arguments.
+        words = [ctx.params.get("directory"), *ctx.args]
+        directory = next((word for word in words if word and not word.startswith("-")), ".")
         try:
-            found = summarize(ctx.params["directory"])["namespaces"]
-        except (KVStoreError, OSError, KeyError, TypeError):
+            found = summarize(directory)["namespaces"]
+        except (KVStoreError, OSError):
             return []
         return [
             CompletionItem(text, help=f"{each['blocks']} blocks")

@@ -6,11 +6,8 @@ counters against the records. Each block is judged within one transaction, and w
 looked at again in another, so a running engine causes no false alarm.
 """
 
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
-from itertools import pairwise
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +24,10 @@ from kvstore.disk.store import open_for_change
 from kvstore.disk.structure import DATA_FILE, Soundness, check_deep, check_light
 
 _MAX_LISTED = 10_000
-# Keys are digests, so the blocks of any part of the key space lie all over the file. A few threads,
-# each in a part of its own, keep the disk busy while one of them computes a checksum.
+# Keys are digests, so payloads in the order of keys lie all over the file. A few threads keep the
+# disk busy while one of them computes a checksum.
 _NUM_THREADS = 4
-_NUM_PARTS = 256  # by the first byte of the key
+_BATCH = 64  # payloads that are read before progress is told
 
 
 def verify(
@@ -53,7 +50,7 @@ def verify(
     directory and cannot have it.
     """
     directory = existing(path)
-    whole = _Part()
+    whole = _Findings()
     damage = _check_structure(directory, fix=fix)
     if damage:
         whole.found(None, f"structure: {damage}")
@@ -61,7 +58,7 @@ def verify(
         return _report(whole, int(is_aside))
     with reading(directory) as env:
         if env is not None:
-            whole = _check(env, progress)
+            whole = _Check(env, whole, progress).run()
     if not fix or whole.is_sound:
         return _report(whole, 0)
     obstacle = _repair(directory, whole)
@@ -69,7 +66,7 @@ def verify(
     return _report(whole, fixed, obstacle)
 
 
-def _report(whole: "_Part", fixed: int, obstacle: str | None = None) -> dict[str, Any]:
+def _report(whole: "_Findings", fixed: int, obstacle: str | None = None) -> dict[str, Any]:
     return {
         "blocks_checked": whole.total.num_blocks,
         "bytes_checked": whole.num_bytes,
@@ -100,8 +97,8 @@ def _check_structure(directory: Path, *, fix: bool) -> str | None:
         attachment.detach()
 
 
-class _Part:
-    """What was found in a part of the cache."""
+class _Findings:
+    """What was met, and what of it is wrong."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -119,54 +116,6 @@ class _Part:
         self.corrupt.append({"key": key.hex() if key is not None else None, "reason": reason})
         self.needs_rebuild = self.needs_rebuild or rebuild
 
-    def add(self, other: "_Part") -> None:
-        self.num_bytes += other.num_bytes
-        self.total.add_up(other.total)
-        self.corrupt += other.corrupt
-        self.orphans += other.orphans
-        self.bad_payloads += other.bad_payloads
-        self.needs_rebuild = self.needs_rebuild or other.needs_rebuild
-
-
-def _check(env: Environment, progress: Callable[[int, int], None] | None) -> _Part:
-    """All parts, each database, and the counters."""
-    before = _head(env)
-    expected = before.total.num_blocks if before is not None else 0
-    whole = _Part()
-    with _threads() as (pool, is_over):
-        edges = [b"", *(bytes([i]) for i in range(1, _NUM_PARTS)), None]
-        parts: list[Future[_Part]] = [
-            pool.submit(_Check(env, is_over).run, first or b"", end)
-            for first, end in pairwise(edges)
-        ]
-        parts.append(pool.submit(_Check(env, is_over).run_recency))
-        parts.append(pool.submit(_Check(env, is_over).run_pins))
-        for part in as_completed(parts):
-            whole.add(part.result())
-            if progress is not None:
-                done = whole.total.num_blocks
-                progress(done, max(expected, done))
-    after = _head(env)
-    # Only a cache that nobody changed meanwhile can be held against the sums of this pass.
-    is_quiet = before == after and not whole.needs_rebuild
-    if before is None or after is None or (is_quiet and after.total != whole.total):
-        whole.found(None, "counters")
-    if progress is not None:
-        progress(whole.total.num_blocks, whole.total.num_blocks)
-    return whole
-
-
-@contextmanager
-def _threads() -> Iterator[tuple[ThreadPoolExecutor, threading.Event]]:
-    """A pool, and an event that is set when the caller has enough: Ctrl-C, or the end."""
-    is_over = threading.Event()
-    pool = ThreadPoolExecutor(_NUM_THREADS, "kv-verify")
-    try:
-        yield pool, is_over
-    finally:
-        is_over.set()
-        pool.shutdown(cancel_futures=True)
-
 
 def _head(env: Environment) -> Head | None:
     with env.read() as txn:
@@ -177,39 +126,51 @@ def _head(env: Environment) -> Head | None:
 
 
 class _Check:
-    """One thread's pass over a part. A finding counts when a second look confirms it."""
+    """One pass over everything. A finding counts when a second look confirms it."""
 
-    def __init__(self, env: Environment, is_over: threading.Event) -> None:
+    def __init__(
+        self,
+        env: Environment,
+        whole: _Findings,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
         self._env = env
-        self._is_over = is_over
-        self._part = _Part()
+        self._whole = whole
+        self._progress = progress
+        self._pool = ThreadPoolExecutor(_NUM_THREADS, "kv-verify")
+        self._expected = 0
+        self._num_read = 0
+        self._met: list[tuple[bytes, Record]] = []  # by this slice, their payloads to be read
         self._suspects: set[bytes] = set()
         self._is_second_look = False
-        self._buffer = np.empty(0, np.uint8)
 
-    def run(self, first: bytes, end: bytes | None) -> _Part:
-        """Blocks whose keys lie in between, and payloads that have none."""
-        self._walk(self._env.index, self._check_block, first, end)
-        self._walk(self._env.payload, self._check_owner, first, end)
-        return self._part
+    def run(self) -> _Findings:
+        env, whole = self._env, self._whole
+        before = _head(env)
+        self._expected = before.total.num_blocks if before is not None else 0
+        after_pins = schema.PIN_PREFIX[:-1] + bytes([schema.PIN_PREFIX[-1] + 1])
+        with self._pool:
+            self._walk(env.index, self._check_block)
+        self._walk(env.recency, self._check_recency)
+        self._walk(env.payload, self._check_owner)
+        self._walk(env.meta, self._check_pin, schema.PIN_PREFIX, after_pins)
+        after = _head(env)
+        # Only a cache that nobody changed meanwhile can be held against the sums of this pass.
+        is_quiet = before == after and not whole.needs_rebuild
+        if before is None or after is None or (is_quiet and after.total != whole.total):
+            whole.found(None, "counters")
+        if self._progress is not None:
+            self._progress(self._num_read, self._num_read)
+        return whole
 
-    def run_recency(self) -> _Part:
-        self._walk(self._env.recency, self._check_recency, b"", None)
-        return self._part
-
-    def run_pins(self) -> _Part:
-        first = schema.PIN_PREFIX
-        end = first[:-1] + bytes([first[-1] + 1])
-        self._walk(self._env.meta, self._check_pin, first, end)
-        return self._part
-
-    def _walk(self, db: Any, visit: Visit, first: bytes, end: bytes | None) -> None:
+    def _walk(self, db: Any, visit: Visit, first: bytes = b"", end: bytes | None = None) -> None:
         def visit_suspect(txn: Any, key: bytes, value: Any) -> None:
             if key in self._suspects:
                 visit(txn, key, value)
 
         position = first
         for following in slices(self._env, db, visit, first, end):
+            self._read_payloads()
             if self._suspects:
                 # Not by key: in a damaged tree a walk meets keys that a search does not find.
                 self._is_second_look = True
@@ -217,9 +178,58 @@ class _Check:
                     pass
                 self._is_second_look = False
                 self._suspects.clear()
-            if following is None or self._is_over.is_set():
-                return
-            position = following
+            if following is not None:
+                position = following
+
+    # --- payloads ---------------------------------------------------------------------------------
+
+    def _read_payloads(self) -> None:
+        """Those of the blocks this slice has met: wrong ones become suspects."""
+        met, self._met = self._met, []
+        for start in range(0, len(met), _BATCH):
+            batch = met[start : start + _BATCH]
+            shares = [batch[i::_NUM_THREADS] for i in range(_NUM_THREADS)]
+            for num_bytes, wrong in self._pool.map(self._judge, shares):
+                self._whole.num_bytes += num_bytes
+                self._suspects.update(wrong)
+            self._num_read += len(batch)
+            if self._progress is not None:
+                self._progress(self._num_read, max(self._expected, self._num_read))
+
+    def _judge(self, blocks: list[tuple[bytes, Record]]) -> tuple[int, list[bytes]]:
+        """Thread: bytes read, and the keys of blocks whose payload is not what it should be.
+
+        A payload is copied in a transaction of its own, which is as short as can be, and without
+        the interpreter lock, so that others run while its pages are read; the copy is summed.
+        """
+        num_bytes, wrong = 0, []
+        buffer = np.empty(max((record.nbytes for _, record in blocks), default=0), np.uint8)
+        for key, record in blocks:
+            copy = buffer[: record.nbytes]
+            with self._env.read() as txn:
+                payload = txn.get(key, db=self._env.payload)
+                size = None if payload is None else len(payload)
+                if size == record.nbytes:
+                    copy[:] = np.frombuffer(payload, np.uint8)
+                del payload
+            num_bytes += size or 0
+            if size != record.nbytes or schema.checksum(copy) != record.checksum:
+                wrong.append(key)
+        return num_bytes, wrong
+
+    def _look_again_at_payload(self, txn: Any, key: bytes, record: Record) -> None:
+        payload = txn.get(key, db=self._env.payload)
+        if payload is None or len(payload) != record.nbytes:
+            reason = "length"
+        elif schema.checksum(payload) != record.checksum:
+            reason = "payload"
+        else:
+            return
+        self._whole.found(key, reason, rebuild=False)
+        ref = BlockRef(key, record.parent, record.tokens, record.depth)
+        self._whole.bad_payloads.append((ref, record))
+
+    # --- records and what follows from them -------------------------------------------------------
 
     def _doubt(self, key: bytes) -> bool:
         """Whether this is the second look; else there will be one at this entry."""
@@ -229,7 +239,7 @@ class _Check:
     def _found(self, key: bytes, reason: str, *, entry: bytes | None = None) -> None:
         """``entry`` is the key under which the walk met it, if not the block's."""
         if self._doubt(key if entry is None else entry):
-            self._part.found(key, reason)
+            self._whole.found(key, reason)
 
     def _check_block(self, txn: Any, key: bytes, value: Any) -> None:
         env = self._env
@@ -239,11 +249,11 @@ class _Check:
             self._found(key, "record")
             return
         if not self._is_second_look:
-            self._part.total.add(record, len(value))
+            self._whole.total.add(record, len(value))
         is_orphan = record.depth > 0 and txn.get(record.parent, db=env.index) is None
         if is_orphan and self._doubt(key):
-            self._part.orphans.append(key)
-            self._part.needs_rebuild = True
+            self._whole.orphans.append(key)
+            self._whole.needs_rebuild = True
         children = txn.cursor(db=env.children)
         if not children.set_key_dup(record.parent, key):
             self._found(key, "children")
@@ -252,8 +262,12 @@ class _Check:
             self._found(key, "recency")
         if record.num_pins:
             self._check_pins(txn, key, record)
-        if not record.is_bad:
-            self._check_payload(txn, key, record)
+        if record.is_bad:
+            return
+        if self._is_second_look:
+            self._look_again_at_payload(txn, key, record)
+        else:
+            self._met.append((key, record))
 
     def _check_pins(self, txn: Any, key: bytes, record: Record) -> None:
         """A block's pins are its own and those of its children; its parent has them, too."""
@@ -288,29 +302,6 @@ class _Check:
         if not is_right:
             self._found(key, "pins", entry=row)
 
-    def _check_payload(self, txn: Any, key: bytes, record: Record) -> None:
-        payload = txn.get(key, db=self._env.payload)
-        if payload is not None and not self._is_second_look:
-            self._part.num_bytes += len(payload)
-        if payload is None or len(payload) != record.nbytes:
-            reason = "length"
-        elif self._checksum(payload) != record.checksum:
-            reason = "payload"
-        else:
-            return
-        if self._doubt(key):
-            self._part.found(key, reason, rebuild=False)
-            ref = BlockRef(key, record.parent, record.tokens, record.depth)
-            self._part.bad_payloads.append((ref, record))
-
-    def _checksum(self, payload: Any) -> bytes:
-        """Of a copy, made without the interpreter lock: others run while its pages are read."""
-        if len(self._buffer) < len(payload):
-            self._buffer = np.empty(len(payload), np.uint8)
-        copy = self._buffer[: len(payload)]
-        copy[:] = np.frombuffer(payload, np.uint8)
-        return schema.checksum(copy)
-
     def _check_recency(self, txn: Any, order: bytes, key: Any) -> None:
         value = txn.get(bytes(key), db=self._env.index)
         try:
@@ -328,7 +319,7 @@ class _Check:
             self._found(key, "payload without record")
 
 
-def _repair(directory: Path, whole: _Part) -> str | None:
+def _repair(directory: Path, whole: _Findings) -> str | None:
     """Bad payloads become misses, and the rest is rebuilt; why that cannot be done now, or None."""
     with open_for_change(directory, "verify") as store:
         is_done = store.repair(whole.bad_payloads, rebuild=whole.needs_rebuild)

@@ -2,9 +2,11 @@
 
 import contextlib
 import io
+import logging
 import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,19 +26,22 @@ class Result:
 
 
 def run_here(*arguments: Any, stdin: bytes = b"", **environment: str) -> Result:
-    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
     with (
+        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as out,
+        tempfile.TemporaryFile("w+", encoding="utf-8") as err,
         _environment(environment),
+        _own_log(),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
         _stdin(io.TextIOWrapper(io.BytesIO(stdin))),
     ):
-        status = cli.run([str(argument) for argument in arguments])
-    texts = []
-    for stream in (out, err):
-        stream.flush()
-        texts.append(stream.buffer.getvalue().decode(errors="replace"))
-    return Result(status, *texts)
+        kept = os.dup(out.fileno())  # the command may give up its output
+        with open(kept, encoding="utf-8", errors="replace") as written:
+            status = cli.run([str(argument) for argument in arguments])
+            out.flush()
+            err.seek(0)
+            written.seek(0)
+            return Result(status, written.read(), err.read())
 
 
 def run_in_process(*arguments: Any, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -83,6 +88,17 @@ def _environment(changes: dict[str, str]):
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+@contextlib.contextmanager
+def _own_log():
+    """A process of its own would begin without the handlers that another command has added."""
+    logger = logging.getLogger("kvstore")
+    before = logger.handlers[:]
+    try:
+        yield
+    finally:
+        logger.handlers[:] = before
 
 
 @contextlib.contextmanager

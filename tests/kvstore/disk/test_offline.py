@@ -6,6 +6,8 @@ import stat
 import struct
 import time
 import tracemalloc
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import lmdb
@@ -566,3 +568,79 @@ def test_forged_block_is_refused(tmp_path: Path, change: dict) -> None:
     with pytest.raises(CorruptBlockError, match="not a valid export"):
         import_documents(tmp_path / "other", file)
     assert not (tmp_path / "other").exists()
+
+
+# --- size and company ----------------------------------------------------------------------------
+
+
+def peak_bytes(what: Callable[[], object]) -> int:
+    tracemalloc.start()
+    what()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
+
+
+def test_memory_does_not_grow_with_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slices, "SLICE_RECORDS", 20)
+    monkeypatch.setattr("kvstore.disk.evict._SLICE", 20)
+    monkeypatch.setattr("kvstore.disk.evict._MAX_LISTED", 2)
+    monkeypatch.setattr("kvstore.disk.carry._GROUP_BYTES", 20_000)
+    peaks: dict[str, list[int]] = {}
+    for num_documents in (20, 200):
+        directory, blocks = tmp_path / str(num_documents), Blocks(payload_bytes=1000)
+        file, target = tmp_path / f"{num_documents}.kv", tmp_path / f"{num_documents} imported"
+        with DiskStore.open(directory, capacity_bytes=32 << 20) as store:
+            for _ in range(num_documents):
+                store.put_group(blocks.writes(blocks.chain(5)))
+        operations = {
+            "verify": partial(verify, directory),
+            "export": partial(export_documents, directory, file),
+            "import": partial(import_documents, target, file, capacity_bytes=32 << 20),
+            "choose": partial(evict, directory, unused_for_s=0, dry_run=True),
+            "evict": partial(evict, directory, to_bytes=0),
+        }
+        for name, operation in operations.items():
+            peaks.setdefault(name, []).append(peak_bytes(operation))
+    for name, (small, large) in peaks.items():
+        assert large < 1.5 * small, (name, small, large)
+
+
+@pytest.mark.parametrize("name", ["verify", "export", "evict", "list"])
+def test_a_writer_beside_it_never_finds_the_map_full(
+    directory: Path,
+    blocks: Blocks,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    """A reader that stays open keeps freed pages from being used, and a small map is full soon."""
+    monkeypatch.setattr("kvstore.disk.verify._NUM_THREADS", 1)  # so that it is its turn, or ours
+    monkeypatch.setattr("kvstore.disk.verify._BATCH", 3)
+    store = DiskStore.open(directory, capacity_bytes=4 << 20)
+    outcomes = []
+
+    def write(*_: object) -> None:
+        for _ in range(3):
+            outcomes.extend(store.put_group(blocks.writes(blocks.chain(5))))
+
+    def list_and_write() -> None:
+        for _ in list_blocks(directory):
+            write()
+
+    with store:
+        while store.stats().evictions == 0:  # until it is full
+            write()
+        operations: dict[str, Callable[[], object]] = {
+            "verify": partial(verify, directory, progress=write),
+            "export": partial(export_documents, directory, tmp_path / "file.kv", progress=write),
+            "evict": partial(evict, directory, unused_for_s=0, dry_run=True, progress=write),
+            "list": list_and_write,
+        }
+        del outcomes[:]
+        operations[name]()
+        assert len(outcomes) >= 15
+        assert set(outcomes) == {PutOutcome.STORED}
+    assert problems_on_disk(directory) == []
