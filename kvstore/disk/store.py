@@ -259,7 +259,10 @@ class DiskStore:
         return self._writer.pin(keys, ttl_s)
 
     def unpin(self, key: bytes) -> bool:
-        """Release the pin of the sequence that ends with this block; whether there was one."""
+        """Release the pin of the sequence that ends with this block; whether there was one.
+
+        Raises ``TierBrokenError`` when it cannot be released now.
+        """
         return self._can_write() and self._writer.unpin(key)
 
     def remove(self, keys: Sequence[bytes]) -> Removal:

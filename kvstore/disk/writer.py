@@ -5,7 +5,7 @@ Does not know how a block is read, nor what becomes of a transaction that fails.
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import lmdb
@@ -125,16 +125,27 @@ class Writer:
                 pins.pin(ledger, keys[-1], until)
             return 1
 
-        if not self._changes.attempt(change, makes_room_for=keys):
-            raise TierBrokenError(
-                f"{self._env.directory}: nothing can be pinned while another process keeps the "
-                "writer's lock, or readers keep freed pages; try again",
-                tier="disk",
-            )
+        self._change_pins(change, keys)
         return missing
 
     def unpin(self, key: bytes) -> bool:
-        return bool(self._changes.attempt(lambda ledger: pins.unpin(ledger, key)))
+        had_one = False
+
+        def change(ledger: Ledger) -> int:
+            nonlocal had_one
+            had_one = pins.unpin(ledger, key)
+            return 1
+
+        self._change_pins(change, [key])
+        return had_one
+
+    def _change_pins(self, change: Callable[[Ledger], int], keys: Sequence[bytes]) -> None:
+        if not self._changes.attempt(change, makes_room_for=keys):
+            raise TierBrokenError(
+                f"{self._env.directory}: no pin can be changed while another process keeps the "
+                "writer's lock, or readers keep freed pages; try again",
+                tier="disk",
+            )
 
     def remove(self, keys: Sequence[bytes]) -> Removal:
         kept: set[bytes] = set()
