@@ -22,6 +22,15 @@ def quiet_transformers():
     transformers.utils.logging.disable_progress_bar()
 
 
+@pytest.fixture
+def one_torch_thread():
+    """For tiny models: a second thread gains nothing, and waits for the others' time slices."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> str:
     return str(save_tiny_model(tmp_path_factory.mktemp("tiny") / "model"))

@@ -10,6 +10,8 @@ from architectures import BLOCK, MAX_LEN, SUPPORTED, Eager, make_network, tokens
 
 from engine import LLM, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
 EVERY_LOGPROB = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=-1)
 PROMPT_LEN = 61  # seven blocks and five tokens, and beyond every window
 CACHED = PROMPT_LEN // BLOCK * BLOCK

@@ -7,6 +7,7 @@ from engine.model_source import resolve_model
 from kvstore.errors import CapacityError, ConfigError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+SHORT = SamplingParams(temperature=0.0, max_tokens=6)
 FACT = "Mr. Adams keeps bees in Oslo and sells honey to his neighbours on Fridays. "
 PROMPTS = [
     "The capital of France is",
@@ -47,10 +48,10 @@ def test_greedy_answers_equal_transformers_cold_and_from_every_tier(demo_llm, de
     for forget in (None, None, "device", ("device", "host")):
         for tier in (forget,) if isinstance(forget, str) else forget or ():
             demo_llm.reset_prefix_cache(tier)
-        outputs = demo_llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        outputs = demo_llm.generate(PROMPTS, SHORT, use_tqdm=False)
         for prompt, output in zip(ids, outputs, strict=True):
             assert output.prompt_token_ids == prompt
-            demo_oracle.assert_equal(prompt, output.outputs[0].token_ids, max_tokens=12)
+            demo_oracle.assert_equal(prompt, output.outputs[0].token_ids, max_tokens=6)
         served.append(
             {tier for output in outputs for tier, n in output.metrics.cached_tokens.items() if n}
         )

@@ -26,7 +26,6 @@ from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 import lmdb
-import pytest
 import torch
 from architectures import BLOCK, VOCAB, Eager, make_network, make_tokenizer
 
@@ -109,7 +108,7 @@ class Workload:
             "max_model_len": MAX_LEN,
             "device_cache": size * (LEAST_BLOCKS + rng.choice([0, 0, 0, 2, 8])),
             "host_cache": size * rng.choice([0, 2, 8, 15, 30]),
-            "disk_cache": self.directory if rng.random() < 0.8 else None,
+            "disk_cache": self.directory if rng.random() < 0.7 else None,
             "disk_cache_size": "4MiB",
             "max_num_seqs": num_seqs,
             "max_num_batched_tokens": num_seqs + rng.choice([0, 3, 10, 60]),
@@ -333,14 +332,6 @@ def run_workload(seed: int) -> Counter[str]:
 def run_workloads(first: int, count: int) -> Counter[str]:
     torch.set_num_threads(1)
     return sum((run_workload(seed) for seed in range(first, first + count)), Counter())
-
-
-@pytest.fixture
-def one_torch_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_random_workloads_answer_as_transformers_does(one_torch_thread):

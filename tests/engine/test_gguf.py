@@ -10,6 +10,8 @@ from engine import LLM, SamplingParams
 from engine.identity import model_identity, read_checkpoint
 from engine.model_source import resolve_model
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
 EVERY_LOGPROB = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=-1)
 # What transformers takes for granted instead of reading it.
 NOT_READ = {"GPT-2": {"n_positions": 1024}, "Qwen3": {"head_dim": 128}}

@@ -10,6 +10,8 @@ from plain_sampling import edited
 from engine import LLM, SamplingParams
 from kvstore.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
 EOS = 2
 BLOCK_BYTES = 2 * 2 * BLOCK * 2 * 8 * 4  # of this model: layers, K and V, positions, heads, dim
 
