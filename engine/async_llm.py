@@ -59,7 +59,7 @@ class AsyncOutputStream(AsyncIterator[RequestOutput]):
         """Abort the request if it still runs. Does not wait; calling it again does nothing."""
         if self._is_open:
             self._is_open = False
-            self._core.abort_nowait([self.request_id])
+            self._core.abort_nowait([self._request])
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
@@ -154,13 +154,12 @@ class AsyncLLM:
         try:
             return await asyncio.shield(asyncio.wrap_future(request.result))
         except asyncio.CancelledError:
-            self._llm._core.abort_nowait([request.request_id])
+            self._llm._core.abort_nowait([request])
             raise
 
     async def abort(self, request_id: str) -> None:
         """End a request where it is; an unknown or finished one is passed over."""
-        self._llm._core.abort_nowait([request_id])
-        await self._call(lambda: None)  # behind it
+        await self._call(lambda: self._llm._core.abort_ids([request_id]))
 
     async def abort_all(self) -> None:
         """End every request where it is."""
@@ -174,6 +173,7 @@ class AsyncLLM:
     async def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, special tokens left out."""
         tokenizer = self._llm._reader.need_tokenizer("text")
+        self._llm._requests.check_vocabulary(token_ids)
         return await self._tokenize(
             lambda: str(tokenizer.decode(token_ids, skip_special_tokens=True))
         )
@@ -253,7 +253,7 @@ class AsyncLLM:
         try:
             await self._call(lambda: None)  # behind the request
         except BaseException:
-            llm._core.abort_nowait([request.request_id])
+            llm._core.abort_nowait([request])
             raise
         if request.result.done() and request.result.exception() is not None:
             request.result.result()

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -114,20 +114,31 @@ class EngineCore:
         """
         return self.call(lambda: self._fork(request.sequences[index], make))
 
-    def abort(self, request_ids: list[str]) -> None:
-        """End these requests where they are; unknown and finished ones are passed over."""
-        self.call(lambda: self._abort(request_ids))
+    def abort(self, requests: Iterable[Request]) -> None:
+        """End these requests where they are; finished ones are passed over, and an engine that is
+        closed has no others.
 
-    def abort_nowait(self, request_ids: list[str]) -> None:
-        """The same, without waiting for it; an engine that is closed has none."""
-        if request_ids and not self.is_closed:
-            with contextlib.suppress(StoreClosedError):
-                self.post(lambda: self._abort(request_ids))
+        Garbage collection runs what a reader's ``with`` left to do on any thread; on the step
+        thread that cannot be waited for.
+        """
+        with contextlib.suppress(StoreClosedError):
+            done = self.post(lambda: self._abort(requests))
+            if threading.current_thread() is not self._thread:
+                done.result()
+
+    def abort_nowait(self, requests: Iterable[Request]) -> None:
+        """The same, without waiting for it."""
+        with contextlib.suppress(StoreClosedError):
+            self.post(lambda: self._abort(requests))
+
+    def abort_ids(self, request_ids: Iterable[str]) -> None:
+        """End the requests that have these ids now; unknown ones are passed over. Step thread."""
+        self._abort([self._requests[each] for each in request_ids if each in self._requests])
 
     def abort_all_nowait(self) -> None:
         """End every request where it is, without waiting for it."""
         with contextlib.suppress(StoreClosedError):
-            self.post(lambda: self._abort(list(self._requests)))
+            self.post(lambda: self._abort(list(self._requests.values())))
 
     def queue_stats(self) -> QueueStats:
         """Step thread."""
@@ -397,10 +408,11 @@ class EngineCore:
             self._add(request)
         return request
 
-    def _abort(self, request_ids: list[str]) -> None:
-        for request_id in request_ids:
-            request = self._requests.get(request_id)
-            for sequence in request.sequences if request else ():
+    def _abort(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            if self._requests.get(request.request_id) is not request:
+                continue  # it has ended; its id may be another's by now
+            for sequence in request.sequences:
                 if sequence.finish_reason is None:
                     sequence.finish_reason = "abort"
                     self._finish(sequence)

@@ -64,7 +64,7 @@ class Generation:
 
     def abort(self) -> None:
         """End it where it is; its result has ``finish_reason`` "abort"."""
-        self._llm.abort(self.request_id)
+        self._llm._core.abort([self._request])
 
     def fork(
         self,

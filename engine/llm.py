@@ -239,7 +239,8 @@ class LLM:
     def abort(self, request_id: str | Sequence[str]) -> None:
         """End requests where they are, with ``finish_reason`` "abort". Ids that are unknown, or of
         finished requests, are passed over."""
-        self._core.abort([request_id] if isinstance(request_id, str) else list(request_id))
+        request_ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        self._core.call(lambda: self._core.abort_ids(request_ids))
 
     def document(
         self,
@@ -376,7 +377,7 @@ class LLM:
                 for result in as_completed(results):
                     advance(result.result())
         except BaseException:
-            self._core.abort([request.request_id for request in requests])
+            self._core.abort(requests)
             raise
         return [result.result() for result in results]
 

@@ -8,7 +8,7 @@ nothing grows and nobody else waits; reading resumes it.
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
@@ -86,8 +86,8 @@ class StreamsRequests(Protocol):
     """Of ``EngineCore``, what a stream of outputs needs."""
 
     def submit(self, request: "Request") -> None: ...
-    def abort(self, request_ids: list[str]) -> None: ...
-    def abort_nowait(self, request_ids: list[str]) -> None: ...
+    def abort(self, requests: "Iterable[Request]") -> None: ...
+    def abort_nowait(self, requests: "Iterable[Request]") -> None: ...
 
 
 class OutputStream(Iterator[RequestOutput]):
@@ -143,7 +143,7 @@ class OutputStream(Iterator[RequestOutput]):
         left, self._open = self._open, []
         self._ready.clear()
         if left:
-            self._core.abort([request.request_id for request in left])
+            self._core.abort(left)
 
     def __enter__(self) -> "OutputStream":
         return self
@@ -160,7 +160,7 @@ class OutputStream(Iterator[RequestOutput]):
         # Any thread may collect garbage, the step thread too: it must not wait for itself.
         left = getattr(self, "_open", [])
         with contextlib.suppress(Exception):
-            self._core.abort_nowait([request.request_id for request in left])
+            self._core.abort_nowait(left)
 
     def _collect(self) -> None:
         for request in list(self._open):

@@ -196,6 +196,16 @@ def test_an_answer_can_be_aborted_by_its_id(llm, tiny_prompts):
     assert llm._core.call(lambda: llm._core.scheduler.has_work) is False
 
 
+def test_whoever_holds_an_ended_answer_cannot_abort_the_next_one_of_its_id(llm, tiny_prompts):
+    first = llm.start(tiny_prompts[0], GREEDY, request_id="again", stream=True)
+    first.result(60)
+    unread = iter(first)
+    second = llm.start(tiny_prompts[0], GREEDY, request_id="again")
+    first.abort()
+    unread.close()
+    assert second.result(60).outputs[0].finish_reason == "length"
+
+
 def test_a_fork_beyond_the_context_is_refused(llm, tiny_prompts):
     first = llm.start(tiny_prompts[0][:16], GREEDY)
     first.result(60)

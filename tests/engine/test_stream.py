@@ -162,6 +162,28 @@ def test_a_stream_that_is_forgotten_is_aborted(llm):
     assert in_use(llm) == 0
 
 
+def test_a_reader_that_garbage_collection_ends_on_the_step_thread_does_not_wait_for_itself(llm):
+    def read():
+        with llm.generate("Once upon a time", LONG, stream=True) as stream:
+            yield from stream
+
+    for reader in (read(), iter(llm.start("Once upon a time", LONG, stream=True))):
+        next(reader)
+        cycle = [reader]
+        cycle.append(cycle)
+        del reader, cycle
+        llm._core.post(gc.collect).result(60)
+    assert llm._core.wait_for(lambda: not llm._core.scheduler.has_work, timeout=60)
+    assert in_use(llm) == 0
+
+
+def test_leaving_a_stream_of_an_engine_that_was_closed_is_no_error(text_model):
+    llm = LLM(text_model, dtype="float32", device_cache="8MiB")
+    with llm.generate("Once upon a time", LONG, stream=True) as stream:
+        next(stream)
+        llm.close()
+
+
 def test_a_reader_that_does_not_read_pauses_its_request_and_no_other(llm, few_unread):
     expected = llm.generate("Once upon a time", LONG)
     stream = llm.generate("Once upon a time", LONG, stream=True)
