@@ -43,6 +43,7 @@ class PromptReader:
             prompt = next(iter(prompt.values()))
         if isinstance(prompt, str):
             tokenizer = self.need_tokenizer("a text prompt")
+            check_text(prompt)
             with self._encoding:
                 return prompt, list(tokenizer(prompt, verbose=False)["input_ids"])
         if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
@@ -81,6 +82,7 @@ class PromptReader:
 
         Only in text of a template are special tokens read as such: a user's text that looks like
         one stays text."""
+        check_text(text)
         with self._encoding:
             encoded = self.need_tokenizer("a text")(
                 text,
@@ -121,7 +123,20 @@ def as_message(message: Any) -> dict[str, str]:
         content = "\n".join(parts)
     if not isinstance(content, str) or not isinstance(message["role"], str):
         raise problem
+    check_text(message["role"])
+    check_text(content)
     return {**message, "content": content}
+
+
+def check_text(text: str) -> None:
+    """Raises ``ConfigError`` for half a character, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"a text is Unicode, and {text[error.start]!r} at character {error.start} is half of a "
+            "surrogate pair: decode it anew, or replace it"
+        ) from None
 
 
 def as_params(

@@ -82,7 +82,11 @@ class RequestMaker:
                 f"the prompt has {len(token_ids)} tokens and the model takes {limit} beside its "
                 f"answer: cut {len(token_ids) - limit}"
             )
-        if not 0 <= min(token_ids) <= max(token_ids) < self._loaded.vocab_size:
+        self.check_vocabulary(token_ids)
+
+    def check_vocabulary(self, token_ids: Tokens[int]) -> None:
+        """Raises ``ConfigError`` for a token that the model does not have."""
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._loaded.vocab_size:
             raise ConfigError(
                 f"prompt token ids: expected integers in [0, {self._loaded.vocab_size})"
             )

@@ -196,7 +196,10 @@ class SamplingParams:
 def _real(value: Any) -> float:
     """The number, or NaN, which fails every comparison."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and abs(value) != float("inf") else float("nan")
+    try:
+        return float(value) if is_number and abs(value) != math.inf else math.nan
+    except OverflowError:  # an integer of more than 308 digits
+        return math.nan
 
 
 def _number(name: str, value: Any, is_valid: bool, expected: str) -> None:

@@ -32,8 +32,8 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
-        self.param = param
+        self.message = _sendable(message)
+        self.param = None if param is None else _sendable(param)
         self.code = code
 
     @classmethod
@@ -89,6 +89,11 @@ class ApiError(Exception):
         elif self.code == "overloaded":
             headers["Retry-After"] = str(_RETRY_AFTER_S)
         return JSONResponse(self.body(), self.status, headers)
+
+
+def _sendable(text: str) -> str:
+    """With half characters, which JSON may bring and UTF-8 does not carry, as escapes."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def handle_errors(app: FastAPI) -> None:

@@ -79,6 +79,7 @@ def test_only_vanishing_temperatures_are_greedy():
         ("temperature", float("nan")),
         ("temperature", float("inf")),
         ("temperature", "0"),
+        ("temperature", 10**400),
         ("top_p", 0.0),
         ("top_p", 1.1),
         ("top_k", -2),

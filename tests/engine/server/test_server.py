@@ -268,6 +268,10 @@ def test_errors_are_those_that_the_client_knows(client, server):
         ({"messages": [{"role": "user"}]}, None),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None),
         ({"top_logprobs": 2}, "top_logprobs"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, None),
+        ({"messages": [{"role": "\ud800", "content": "hello"}]}, None),
+        ({"bad_words": ["\ud800"]}, None),
+        ({"logit_bias": {"\ud800": 1}}, "logit_bias"),
     ],
     ids=str,
 )
@@ -276,6 +280,13 @@ def test_what_is_wrong_or_not_supported_is_refused_by_name(server, change, param
     status, answer = ask(server, "POST", "/v1/chat/completions", body)
     assert (status, answer["error"]["param"]) == (400, param)
     assert answer["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("prompt", ["\ud800", ["\ud800"], [1, -2], [1, 1 << 60]], ids=ascii)
+def test_a_prompt_that_is_no_text_or_no_tokens_is_refused_also_where_it_is_echoed(server, prompt):
+    for echo in (False, True):
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "echo": echo}
+        assert ask(server, "POST", "/v1/completions", body)[0] == 400
 
 
 @pytest.mark.parametrize(
