@@ -29,7 +29,8 @@ class Document:
     def __init__(self, llm: "LLM", prompt: DocumentPrompt, cache: "CacheOptions") -> None:
         """Raises ``ConfigError`` for a document that is too long, with the tokens to cut."""
         prompt.check_fits(llm.max_model_len)
-        self.pinned: Pin | None = None  # what ``LLM.document(pin=True)`` holds
+        self.pinned: Pin | None = None  # what ``pin`` returned last, until it is released
+        self._held: list[Pin] = []  # of this process's memory
         self._llm = llm
         self._prompt = prompt
         self._cache = cache
@@ -70,16 +71,30 @@ class Document:
             raise pin.error
 
         def let_go() -> None:
+            if self.pinned is held:
+                self.pinned = None
             with contextlib.suppress(StoreClosedError):
                 if persist or ttl is not None:
-                    self.unpin()
+                    self._unpin_on_disk()
                 else:
+                    self._held.remove(held)
                     core.call(pin.release)
 
-        return Pin(pin.num_blocks, let_go)
+        self.pinned = held = Pin(pin.num_blocks, let_go)
+        if not persist and ttl is None:
+            self._held.append(held)
+        return held
 
     def unpin(self) -> bool:
-        """Release the document's pin on disk, whichever process set it; whether there was one."""
+        """Release every pin of this object, and the document's pin on disk, whichever process set
+        it; whether there was one."""
+        was_held = bool(self._held)
+        for pin in self._held.copy():
+            pin.release()
+        self.pinned = None
+        return self._unpin_on_disk() or was_held
+
+    def _unpin_on_disk(self) -> bool:
         core, lookup = self._llm._core, self._lookup()
         answers: list[bool] = []
         core.call(lambda: core.store.unpin(lookup, answers.append))

@@ -259,15 +259,15 @@ class LLM:
 
         With ``prefill`` it is read now, unless the cache holds it, so that questions find it there;
         without, the first question reads it. With ``pin`` it is read and kept in memory until
-        ``document.pinned.release()``; with ``persist`` or ``ttl`` (seconds) on disk, see
-        ``Document.pin``. Raises ``ConfigError``, before anything is computed, when it is empty or
-        does not fit the model's context.
+        ``document.unpin()``; with ``persist`` or ``ttl`` (seconds) on disk, see ``Document.pin``.
+        Raises ``ConfigError``, before anything is computed, when it is empty or does not fit the
+        model's context.
         """
         prompt = _document_prompt(self._reader, text_or_path)
         cache = CacheOptions.of(cache_salt, cache_priority, cache_priority_ttl_s)
         document = Document(self, prompt, cache)
         if pin or persist or ttl is not None:
-            document.pinned = document.pin(persist=persist, ttl=ttl)
+            document.pin(persist=persist, ttl=ttl)
         elif prefill:
             document.prefill()
         return document

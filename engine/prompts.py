@@ -147,6 +147,10 @@ def as_params(
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * count
+    if isinstance(params, str | Mapping) or not isinstance(params, Iterable):
+        raise ConfigError(
+            f"sampling_params: expected SamplingParams, or a list of them, got {params!r}"
+        )
     if len(params) != count:
         raise ConfigError(
             f"sampling_params: expected one for all or {count}, one a prompt, got {len(params)}"

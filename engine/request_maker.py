@@ -39,6 +39,8 @@ class RequestMaker:
         stream: Stream | None = None,
     ) -> Request:
         """Raises ``ConfigError`` for a prompt or parameters that the model cannot take."""
+        if not isinstance(params, SamplingParams):
+            raise ConfigError(f"sampling_params: expected SamplingParams, got {params!r}")
         limit = self._loaded.max_model_len - (0 if prefill_only else 1)
         if params.truncate_prompt_tokens is not None:
             kept = params.truncate_prompt_tokens

@@ -1,5 +1,6 @@
 """``kvstore bench NAME``: runs a benchmark of the checkout that this command belongs to."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -16,13 +17,21 @@ def _bench(name: str | None, options: tuple[str, ...]) -> int:
     if not known:
         raise click.UsageError("benchmarks are not installed: run this from a checkout's own venv")
     if name is None:
-        click.echo("\n".join(known))
+        for stem in known:
+            click.echo(f"{stem.replace('_', '-'):<18}{_purpose(stem)}")
         return 0
     stem = name.replace("-", "_")
     if stem not in known:
-        raise click.UsageError(f"no benchmark {name!r}; there are {', '.join(known)}")
+        there = ", ".join(known).replace("_", "-")
+        raise click.UsageError(f"no benchmark {name!r}; there are {there}")
     script = _FOLDER / f"bench_{stem}.py"
     return subprocess.run([sys.executable, str(script), *options], check=False).returncode
+
+
+def _purpose(stem: str) -> str:
+    """The first line of its docstring; reading it imports nothing."""
+    tree = ast.parse((_FOLDER / f"bench_{stem}.py").read_text(encoding="utf-8"))
+    return (ast.get_docstring(tree) or "").partition("\n")[0]
 
 
 bench = Command(

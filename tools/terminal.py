@@ -73,7 +73,7 @@ def is_confirmed(question: str, *, yes: bool) -> bool:
     if yes:
         return True
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise click.UsageError("this cannot be undone, and there is no terminal to ask; add --yes")
+        raise click.UsageError(f"{question} There is no terminal to ask: add --yes")
     try:
         answer = click.confirm(question, err=True)
     except click.Abort:  # Ctrl-D says no; Ctrl-C comes as one, too, and says the same

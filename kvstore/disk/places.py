@@ -95,7 +95,7 @@ def check_directory(path: Path, *, is_read_only: bool) -> None:
         if others:
             raise ConfigError(
                 f"{path}: is not a cache and not empty (has {sorted(others)[0]}); "
-                "choose a new or an empty directory"
+                "name a cache, or a new or an empty directory for one"
             )
 
 

@@ -134,7 +134,13 @@ def test_a_pinned_document_stays_in_memory_and_a_warmed_one_comes_back(demo_llm)
             demo_llm.document("Too much. " + FACT * 24).pin()
     found = pinned.residency()
     assert found["device"] + found["host"] == pinned.num_tokens // 16 * 16
-    pinned.pinned.release()
+    again = pinned.pin()
+    assert pinned.pinned is again
+    again.release()
+    assert pinned.pinned is None
+    assert pinned.unpin()
+    assert not pinned.unpin()
+    assert demo_llm.stats().tiers["device"].pinned_blocks == 0
     demo_llm.reset_prefix_cache("device")
     demo_llm.reset_prefix_cache("host")
     pinned.warm()

@@ -388,6 +388,14 @@ def test_a_prompt_that_cannot_be_computed_is_refused(make_llm, prompts):
     assert llm.check() == []
 
 
+@pytest.mark.parametrize("params", [{"max_tokens": 8}, "greedy", 8, [None]], ids=str)
+def test_sampling_params_of_another_type_are_refused(make_llm, params):
+    llm = make_llm()
+    for ask in (llm.generate, llm.start):
+        with pytest.raises(ConfigError, match="sampling_params: expected SamplingParams"):
+            ask([5, 6], params)
+
+
 @pytest.mark.parametrize(
     "cache",
     [

@@ -5,8 +5,9 @@ def test_a_benchmark_runs_in_a_process_of_its_own_with_its_options(kvstore):
     run = kvstore("bench", "memory-of-index", "--json")
     assert (run.returncode, run.stdout) == (2, "")
     assert "no benchmark 'memory-of-index'; there are" in run.stderr
-    named = kvstore("bench").stdout.split()
-    assert {"disk", "store", "ttft"} <= set(named)
+    listed = dict(line.split(maxsplit=1) for line in kvstore("bench").stdout.splitlines())
+    assert {"disk", "few-shot", "store", "ttft"} <= set(listed)
+    assert listed["ttft"].startswith("Time to first token")
     help_text = kvstore("bench", "store", "--help")
     assert help_text.returncode == 0
     assert "--blocks" in help_text.stdout
