@@ -138,8 +138,14 @@ def _hub_snapshot(name: str, revision: str | None, *, may_fetch: bool) -> Path:
         if not any(path.glob("*.safetensors")):
             path = fetch("pytorch_model*.bin")
     except Exception as error:  # the errors of three HTTP libraries, by release
+        where = f"model {name!r} is no directory or file here and"
+        if not may_fetch:
+            raise ConfigError(
+                f"{where} not in the hub's cache, and this fetches nothing; check the name, "
+                "pass a path, or load it once"
+            ) from error
         raise ConfigError(
-            f"model {name!r} is no directory or file here and cannot be fetched from the hub "
+            f"{where} cannot be fetched from the hub "
             f"({_first_line(error)}); check the name and the connection, or pass a path"
         ) from error
     return _checked_directory(path)

@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from engine.attention import PAGED
 from engine.model_loader import load_model, prepare_model
+from engine.model_source import resolve_model
 from kvstore.errors import ConfigError
 from kvstore.hashing import namespace_id
 
@@ -137,6 +138,8 @@ def test_a_hub_id_is_found_in_the_hubs_cache_without_a_network(directory, tmp_pa
     for missing in ({"revision": "v3"}, {"model": "someone/else"}):
         with pytest.raises(ConfigError, match=r"cannot be fetched .* check the name and the conn"):
             load_model(**{"model": "someone/tiny"} | missing)
+    with pytest.raises(ConfigError, match="not in the hub's cache, and this fetches nothing"):
+        resolve_model("someone/else", may_fetch=False)
 
 
 def test_a_missing_directory_is_one_line(tmp_path):
