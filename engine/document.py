@@ -115,7 +115,7 @@ class Document:
         self, question: str | list[str], sampling_params: SamplingParams | None = None
     ) -> RequestOutput | list[RequestOutput]:
         """Answer one question, or several as one batch. Default: greedy, at most 128 tokens."""
-        questions = [question] if isinstance(question, str) else list(question)
+        questions = list(question) if isinstance(question, list | tuple) else [question]
         requests = [
             self._llm._requests.make(
                 each, self.prompt_token_ids(each), sampling_params or _DEFAULT_PARAMS, self._cache
@@ -123,7 +123,7 @@ class Document:
             for each in questions
         ]
         outputs = self._run(requests)
-        return outputs[0] if isinstance(question, str) else outputs
+        return outputs if isinstance(question, list | tuple) else outputs[0]
 
     def prompt_token_ids(self, question: str) -> list[int]:
         """The whole prompt of one question."""

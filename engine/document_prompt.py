@@ -40,6 +40,8 @@ class DocumentPrompt:
     @classmethod
     def of_messages(cls, reader: PromptReader, messages: Sequence[Message]) -> "DocumentPrompt":
         """A conversation so far; a question is the user's next message."""
+        if not isinstance(messages, Sequence):
+            raise ConfigError(f"a document is text, a Path, or messages, got {messages!r}")
         conversation = [as_message(message) for message in messages]
         if not conversation:
             raise ConfigError("the document is empty: it has no messages")
@@ -55,8 +57,8 @@ class DocumentPrompt:
 
     def ask(self, reader: PromptReader, question: str) -> list[int]:
         """The whole prompt of one question."""
-        if not question.strip():
-            raise ConfigError("the question is empty")
+        if not isinstance(question, str) or not question.strip():
+            raise ConfigError(f"a question is text, and not empty, got {question!r}")
         return self.prefix + self.between + reader.encode(question) + self.after
 
     def check_fits(self, max_model_len: int) -> None:

@@ -97,10 +97,10 @@ class Session:
         model's context; nothing has been added then.
         """
         params = sampling_params or _DEFAULT_PARAMS
-        if params.n != 1:
-            raise ConfigError(f"n: a session goes on from one answer, got {params.n}; fork() it")
         prompt = self._token_ids + self._turn(text)
         request = self._llm._requests.make(text, prompt, params, self._cache)
+        if params.n != 1:
+            raise ConfigError(f"n: a session goes on from one answer, got {params.n}; fork() it")
         (output,) = self._llm._run([request], show_progress=False)
         self._token_ids = prompt + self._closed(output.outputs[0])
         self._messages += (

@@ -72,11 +72,19 @@ def test_a_conversation_is_a_document_and_a_question_its_next_message(llm):
 
 
 @pytest.mark.parametrize(
-    "messages", [[], [{"role": "user"}], ["hello"], [{"role": "user", "content": 5}]], ids=str
+    "messages",
+    [[], [{"role": "user"}], ["hello"], [{"role": "user", "content": 5}], 5, None],
+    ids=str,
 )
 def test_messages_that_are_none_are_refused(llm, messages):
     with pytest.raises(ConfigError):
         llm.document(messages)
+
+
+@pytest.mark.parametrize("question", ["", " ", 5, None, [5]], ids=str)
+def test_a_question_that_is_no_text_is_refused(llm, question):
+    with pytest.raises(ConfigError, match="a question is text, and not empty"):
+        llm.document("It is five.", prefill=False).ask(question)
 
 
 def test_a_template_that_moves_or_drops_messages_is_refused(llm, tokenizer):

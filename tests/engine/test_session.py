@@ -106,6 +106,8 @@ def test_a_session_goes_on_from_one_answer(llm):
     for text in (" ", 5, None):
         with pytest.raises(ConfigError, match="a question is text, and not empty"):
             llm.session().ask(text)
+    with pytest.raises(ConfigError, match="sampling_params: expected"):
+        llm.session().ask("Who?", {"max_tokens": 8})
     with pytest.raises(ConfigError, match="system: expected text"):
         llm.session(5)
 
