@@ -87,7 +87,7 @@ class Generation:
         too many requests wait.
         """
         request = self._request
-        if not 0 <= index < len(request.sequences):
+        if index not in range(len(request.sequences)):
             raise ConfigError(
                 f"index: expected a sample in [0, {len(request.sequences)}), got {index!r}"
             )

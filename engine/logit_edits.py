@@ -78,7 +78,10 @@ class _Edited:
             self._flat.index_copy_(0, places, kept)
 
     def forbid(self, forbidden: Iterable[tuple[int, Sequence[int]]]) -> None:
-        places = self._places(forbidden)
+        """Tokens that the model does not have, though its tokenizer may, never come anyway; their
+        places would be those of the next row."""
+        known = [(row, [each for each in ids if each < self._width]) for row, ids in forbidden]
+        places = self._places(known)
         if len(places):
             self._flat.index_fill_(0, places, -torch.inf)
 

@@ -41,6 +41,8 @@ class RequestMaker:
         """Raises ``ConfigError`` for a prompt or parameters that the model cannot take."""
         if not isinstance(params, SamplingParams):
             raise ConfigError(f"sampling_params: expected SamplingParams, got {params!r}")
+        if not isinstance(request_id, str | None):
+            raise ConfigError(f"request_id: expected text, got {request_id!r}")
         limit = self._loaded.max_model_len - (0 if prefill_only else 1)
         if params.truncate_prompt_tokens is not None:
             kept = params.truncate_prompt_tokens
@@ -94,7 +96,7 @@ class RequestMaker:
             )
 
     def _check_token_ids(self, params: SamplingParams) -> None:
-        for name in ("logit_bias", "allowed_token_ids"):
+        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
             given = getattr(params, name) or ()
             if given and max(given) >= self._loaded.vocab_size:
                 raise ConfigError(

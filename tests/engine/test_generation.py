@@ -196,6 +196,26 @@ def test_an_answer_can_be_aborted_by_its_id(llm, tiny_prompts):
     assert llm._core.call(lambda: llm._core.scheduler.has_work) is False
 
 
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"request_id": ["mine"]}, "request_id"),
+        ({"request_id": 5}, "request_id"),
+        ({"sampling_params": {"n": 1}}, "sampling_params"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_with_a_request_is_refused_before_the_step_thread_has_it(llm, wrong, named):
+    with pytest.raises(ConfigError, match=f"^{named}: expected"):
+        llm.start([5, 6, 7], **wrong)
+    first = llm.start([5, 6, 7], GREEDY)
+    with pytest.raises(ConfigError, match=f"^{named}: expected"):
+        first.fork(**wrong)
+    with pytest.raises(ConfigError, match=r"^index: expected a sample in \[0, 1\), got 'a'"):
+        first.fork(index="a")
+    assert first.result(60).finished
+
+
 def test_whoever_holds_an_ended_answer_cannot_abort_the_next_one_of_its_id(llm, tiny_prompts):
     first = llm.start(tiny_prompts[0], GREEDY, request_id="again", stream=True)
     first.result(60)

@@ -77,3 +77,19 @@ def test_a_row_does_not_change_its_neighbours():
     assert torch.equal(got[0], logits[0])
     assert torch.equal(got[1], got[2])
     assert (got[1, 0], got[1, -1]) == (2.5, -10.0)
+
+
+def test_tokens_beyond_the_vocabulary_forbid_nothing_in_the_next_row():
+    early = SampleRequest(
+        SamplingParams(min_tokens=3, bad_words=["x"]),
+        token_ids=[1],
+        num_prompt=1,
+        end_token_ids=[2, VOCAB + 3],
+        bad_words=[[VOCAB + 4]],
+    )
+    plain = SampleRequest(SamplingParams(), token_ids=[1])
+    logits = torch.zeros(2, VOCAB)
+    expected = logits.clone()
+    expected[0, 2] = -torch.inf
+    assert torch.equal(edit_logits(logits, [early, plain]), expected)
+    assert torch.equal(edit_logits(logits[:1], [early]), expected[:1])

@@ -203,7 +203,10 @@ def test_a_long_prompt_is_truncated_at_its_beginning(llm):
         llm.generate([prompt], SamplingParams(max_tokens=1, truncate_prompt_tokens=MAX_LEN))
 
 
-@pytest.mark.parametrize("params", [{"logit_bias": {97: 1.0}}, {"allowed_token_ids": [5, 97]}])
+@pytest.mark.parametrize(
+    "params",
+    [{"logit_bias": {97: 1.0}}, {"allowed_token_ids": [5, 97]}, {"stop_token_ids": [97]}],
+)
 def test_a_token_that_the_model_does_not_have_is_refused(llm, params):
     with pytest.raises(ConfigError, match=r"expected token ids in \[0, 97\), got 97"):
         llm.generate([[5, 6]], SamplingParams(**params))
