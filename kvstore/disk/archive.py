@@ -12,6 +12,7 @@ The reader believes nothing: no more is allocated than there is, checksums are c
 anything is decoded, keys are computed anew from parent and tokens. Does not know caches.
 """
 
+import json
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -186,6 +187,14 @@ def _namespace(header: dict[str, Any]) -> Namespace:
         raise RefusedError("a namespace without a proper id")
     if not isinstance(identity, dict):
         raise RefusedError("a namespace without an identity")
+    try:
+        json.dumps(identity, allow_nan=False)
+    except (
+        TypeError,
+        ValueError,
+        RecursionError,
+    ) as error:  # what commands print as JSON, for ever after
+        raise RefusedError(f"a namespace whose identity is no JSON: {error}") from error
     return Namespace(namespace, identity)
 
 

@@ -570,6 +570,23 @@ def test_forged_block_is_refused(tmp_path: Path, change: dict) -> None:
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.parametrize(
+    "identity",
+    [{"model": b"bytes"}, {b"model": "m"}, {"x": msgpack.ExtType(5, b"")}, {"x": float("nan")}],
+    ids=str,
+)
+def test_a_namespace_that_no_command_could_print_is_refused(tmp_path: Path, identity: dict) -> None:
+    start = struct.pack("<16sI", b"KVSTORE EXPORT\0\0", 1)
+    end = frame({"kind": "end", "blocks": 0, "bytes": 0})
+    file = tmp_path / "forged.kv"
+    file.write_bytes(
+        start + frame({"kind": "namespace", "id": b"n" * 32, "identity": identity}) + end
+    )
+    with pytest.raises(CorruptBlockError, match=r"not a valid export: .* no JSON"):
+        import_documents(tmp_path / "target", file)
+    assert not (tmp_path / "target").exists()
+
+
 # --- size and company ----------------------------------------------------------------------------
 
 
