@@ -15,7 +15,7 @@ from engine.async_llm import AsyncLLM, AsyncOutputStream
 from engine.outputs import RequestOutput
 from engine.prompts import Prompt
 from engine.sampling_params import SamplingParams
-from engine.server.bodies import ChatBody, CompletionBody
+from engine.server.bodies import BodyLimit, ChatBody, CompletionBody
 from engine.server.errors import ApiError, handle_errors
 from engine.server.replies import ChatReply, Reply, TextReply
 from kvstore.errors import StoreClosedError
@@ -33,6 +33,7 @@ def make_app(llm: AsyncLLM, *, model_name: str, api_key: str | None = None) -> F
     api_key      what they must show as a bearer token, on every path but ``/health``
     """
     app = FastAPI(title="tiered-kvstore", openapi_url=None)  # no pages that need no key
+    app.add_middleware(BodyLimit)
     handle_errors(app)
     server = _Server(llm, model_name, api_key)
     keyed = [Depends(server.check_key)]

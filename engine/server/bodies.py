@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, model_validator
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.sampling_params import SamplingParams
 from engine.server.errors import ApiError
@@ -31,6 +33,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...] | None] = {
     "user": None,
 }
 
+MAX_BODY_BYTES = 32 << 20
 _MAX_N = 128  # as OpenAI has it: each sample takes memory before it runs
 _COMPLETION_TOKENS = 16  # without max_tokens: OpenAI's default
 
@@ -40,6 +43,27 @@ _SAMPLING = (
     "bad_words", "allowed_token_ids", "include_stop_str_in_output", "skip_special_tokens",
     "truncate_prompt_tokens",
 )  # fmt: skip
+
+
+class BodyLimit:
+    """ASGI middleware: a body that is longer than any prompt is not read to its end, as it is in
+    memory whole, several times over, before anybody looks at its key."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        num_bytes = 0
+
+        async def receive_some() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > MAX_BODY_BYTES:
+                raise HTTPException(413, f"the body has more than {MAX_BODY_BYTES} bytes")
+            return message
+
+        await self._app(scope, receive_some, send)
 
 
 class StreamOptions(BaseModel):

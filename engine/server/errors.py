@@ -3,6 +3,7 @@
 400  a parameter that is wrong or that the engine does not have, a prompt that is too long
 401  no API key, or another one
 404  another model, or no such path
+413  a body of more than 32 MiB
 503  too many requests wait (try again), or the engine is closed
 500  the rest; what happened is in the log
 """

@@ -299,6 +299,15 @@ def test_a_body_that_is_no_json_object_is_refused(server, body, headers):
     assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
 
 
+@pytest.mark.parametrize("headers", [{}, {"Authorization": ""}], ids=["with the key", "without"])
+def test_a_body_is_read_up_to_a_limit(server, headers, monkeypatch):
+    monkeypatch.setattr("engine.server.bodies.MAX_BODY_BYTES", 1000)
+    body = {"model": MODEL, "prompt": "x" * 1000}
+    status, answer = ask(server, "POST", "/v1/completions", body, **headers)
+    assert (status, answer["error"]["type"]) == (413, "invalid_request_error")
+    assert ask(server, "POST", "/v1/completions", body | {"prompt": "x", "max_tokens": 1})[0] == 200
+
+
 def test_what_changes_nothing_is_accepted(server):
     neutral = {
         "presence_penalty": 0.0, "frequency_penalty": None, "logit_bias": {}, "user": "me",
