@@ -164,6 +164,9 @@ def _opened_for_writing(file: str | Path | IO[bytes]) -> Iterator[IO[bytes]]:
             out.flush()
             os.fsync(out.fileno())
         temporary.rename(target)
+    except OSError as error:  # a full volume, most likely
+        temporary.unlink(missing_ok=True)
+        raise ConfigError(f"{target}: cannot be written: {error.strerror}") from error
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

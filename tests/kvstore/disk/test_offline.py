@@ -1,5 +1,6 @@
 """What the command may do to a cache beside a running engine, or without one."""
 
+import errno
 import os
 import random
 import stat
@@ -522,6 +523,19 @@ def frame(header: dict, payload: bytes = b"") -> bytes:
     packed = msgpack.packb(header)
     digest = xxhash.xxh3_128_digest(packed + payload)
     return struct.pack("<IQ16s", len(packed), len(payload), digest) + packed + payload
+
+
+def test_an_export_that_finds_no_room_names_its_file_and_leaves_nothing(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    DiskStore.open(directory, capacity_bytes=8 << 20).close()
+    monkeypatch.setattr("kvstore.disk.carry.write_end", fail)
+    with pytest.raises(ConfigError, match=r"full\.kv: cannot be written: No space left"):
+        export_documents(directory, tmp_path / "full.kv")
+    assert not list(tmp_path.glob("full.kv*"))
 
 
 BLOCK_HEADER = {
