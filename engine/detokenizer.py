@@ -15,8 +15,10 @@ _REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no character (
 _PROMPT_TOKENS = 6
 
 # A character has at most four bytes, hence four tokens. What is still undecodable after twice as
-# many is no character, and holding it would make every further decoding longer.
+# many is no character, but for what may be the beginning of one at its end; holding it would make
+# every further decoding longer.
 _MAX_HELD_TOKENS = 8
+_MOST_OF_A_CHARACTER = 3
 
 
 class Detokenizer:
@@ -60,8 +62,14 @@ class Detokenizer:
         self._window.append(token_id)
         decoded = self._decode(self._window)
         is_whole = len(decoded) > len(self._read_text) and not decoded.endswith(_REPLACEMENT)
-        if is_whole or len(self._window) - self._num_read >= _MAX_HELD_TOKENS:
+        if is_whole:
             return self._advance(decoded, may_stop)
+        if len(self._window) - self._num_read >= _MAX_HELD_TOKENS:
+            begun = self._window[-_MOST_OF_A_CHARACTER:]
+            del self._window[-_MOST_OF_A_CHARACTER:]
+            stop = self._advance(self._decode(self._window), may_stop)
+            self._window += begun
+            return stop
         return None
 
     def finish(self) -> str | None:

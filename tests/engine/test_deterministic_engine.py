@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from engine import LLM, SamplingParams, core
+from engine import LLM, SamplingParams, computation
 from kvstore.errors import ConfigError
 
 CHUNK = 256
@@ -18,7 +18,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 def logits(monkeypatch) -> dict[tuple[int, ...], torch.Tensor]:
     """The logits that each token was drawn from, by the tokens before it."""
     seen: dict[tuple[int, ...], torch.Tensor] = {}
-    sample = core.sample
+    sample = computation.sample
 
     def spy(rows, requests):
         for row, request in zip(rows, requests, strict=True):
@@ -28,7 +28,7 @@ def logits(monkeypatch) -> dict[tuple[int, ...], torch.Tensor]:
             seen[context] = row.clone()
         return sample(rows, requests)
 
-    monkeypatch.setattr(core, "sample", spy)
+    monkeypatch.setattr(computation, "sample", spy)
     return seen
 
 
