@@ -24,8 +24,9 @@ from kvstore.transfer import TransferLoop
 logger = logging.getLogger(__name__)
 
 # A long load goes in parts: the first moves while the blocks of the others are gone through, and
-# each but the last is applied while the next one moves.
-_PART_BYTES = 16 << 20
+# each but the last is applied while the next one moves. Each is twice as long as the one before:
+# handing a part over costs a third of a millisecond, in which the copying thread may run dry.
+_FIRST_PART_BYTES = 16 << 20
 
 Outcome = list[KVStoreError | None] | KVStoreError | None
 
@@ -37,6 +38,7 @@ class _Load:
     tier: TierName
     num_blocks: int
     began_at: float
+    part_blocks: int  # of the next part
     num_parts: int = 0  # under way
     errors: list[KVStoreError] = field(default_factory=list)
 
@@ -65,7 +67,7 @@ class Promoter:
         self._evictor = evictor
         self._cost = cost
         self._block_bytes = memory.layout.block_bytes
-        self._part_blocks = max(1, _PART_BYTES // memory.layout.block_bytes)
+        self._first_part_blocks = max(1, _FIRST_PART_BYTES // memory.layout.block_bytes)
         self._clock = memory.clock
         self._waiting: dict[int, list[Lease]] = {}  # by slot
         self._filling: dict[int, Lease] = {}  # by private block
@@ -99,9 +101,10 @@ class Promoter:
             if tier is not None:
                 self._expect(slot, tier, next(fresh))
                 parts[tier].append(slot)
-                if len(parts[tier]) == self._part_blocks:
+                if len(parts[tier]) == loads[tier].part_blocks:
                     self._move(loads[tier], parts[tier])
                     parts[tier] = []
+                    loads[tier].part_blocks *= 2
             if index.loading[slot] == LOADING:
                 self._waiting[slot].append(lease)
                 lease.num_loading += 1
@@ -116,7 +119,7 @@ class Promoter:
     def _begin(self, tier: TierName, num_blocks: int) -> _Load:
         if num_blocks:
             self._cost.begin_load(tier, num_blocks * self._block_bytes)
-        return _Load(tier, num_blocks, self._clock())
+        return _Load(tier, num_blocks, self._clock(), self._first_part_blocks)
 
     def _move(self, load: _Load, slots: list[int]) -> None:
         """Submit a part of a load."""
