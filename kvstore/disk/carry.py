@@ -34,7 +34,7 @@ from kvstore.disk.selection import ancestors, find_block, matching_namespaces
 from kvstore.disk.slices import reading
 from kvstore.disk.store import DiskStore, open_for_change
 from kvstore.disk.tree import Visit, walk_tree
-from kvstore.errors import ConfigError, CorruptBlockError
+from kvstore.errors import CapacityError, ConfigError, CorruptBlockError
 
 Progress = Callable[[int, int | None], None]
 
@@ -166,7 +166,7 @@ def _opened_for_writing(file: str | Path | IO[bytes]) -> Iterator[IO[bytes]]:
         temporary.rename(target)
     except OSError as error:  # a full volume, most likely
         temporary.unlink(missing_ok=True)
-        raise ConfigError(f"{target}: cannot be written: {error.strerror}") from error
+        raise CapacityError(f"{target}: cannot be written: {error.strerror}") from error
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

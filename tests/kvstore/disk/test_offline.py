@@ -37,7 +37,13 @@ from kvstore.disk.offline import (
     summarize,
     verify,
 )
-from kvstore.errors import ConfigError, CorruptBlockError, TierBrokenError, TierFullError
+from kvstore.errors import (
+    CapacityError,
+    ConfigError,
+    CorruptBlockError,
+    TierBrokenError,
+    TierFullError,
+)
 from kvstore.hashing import chain_seed, encode_tokens
 
 
@@ -533,7 +539,7 @@ def test_an_export_that_finds_no_room_names_its_file_and_leaves_nothing(
 
     DiskStore.open(directory, capacity_bytes=8 << 20).close()
     monkeypatch.setattr("kvstore.disk.carry.write_end", fail)
-    with pytest.raises(ConfigError, match=r"full\.kv: cannot be written: No space left"):
+    with pytest.raises(CapacityError, match=r"full\.kv: cannot be written: No space left"):
         export_documents(directory, tmp_path / "full.kv")
     assert not list(tmp_path.glob("full.kv*"))
 
