@@ -13,14 +13,19 @@ from argparse import Namespace
 from bench_ttft import QUESTION, document_text
 from harness import Record, alternate, main, paired_ratio, say, summarize
 
-NUM_NEW = 17  # the first is not decoded
-OPTIONS = {"runs": 5, "words": 2150, "model": "demo", "dtype": "bfloat16"}
+OPTIONS = {
+    "runs": 5,
+    "words": 2150,
+    "new_tokens": 17,  # the first is not decoded
+    "model": "demo",
+    "dtype": "bfloat16",
+}
 
 
 def measure(arguments: Namespace) -> list[Record]:
     from engine import LLM, SamplingParams
 
-    params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=arguments.new_tokens, ignore_eos=True)
     text = document_text(arguments.words)
     settings = {"dtype": arguments.dtype, "load_policy": "always", "max_model_len": 4096}
     engines = {
@@ -51,11 +56,11 @@ def measure(arguments: Namespace) -> list[Record]:
         return output.metrics.ttft_s
 
     def decode(name):
-        return output_of(name, documents[name]).metrics.decode_s / (NUM_NEW - 1)
+        return output_of(name, documents[name]).metrics.decode_s / (arguments.new_tokens - 1)
 
     def decode_many(name):
         outputs = documents[name].ask([f"{QUESTION} Part {part}." for part in range(8)], params)
-        return max(output.metrics.decode_s for output in outputs) / (NUM_NEW - 1)
+        return max(output.metrics.decode_s for output in outputs) / (arguments.new_tokens - 1)
 
     cases = {"cold": cold, "question": question, "decode": decode, "decode 8": decode_many}
     say(f"{len(documents['plain'].prompt_token_ids(QUESTION))} prompt tokens")

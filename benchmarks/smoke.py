@@ -81,7 +81,7 @@ TOYS = {
     ),
     "kernels": Toy(
         {"runs": 3, "dtype": "float32"},
-        {"prefill 952 on 2048": ("at most", 1.5), "decode at 3000": ("at most", 1.5)},
+        {"prefill 952 on 2048": ("at most", 1.5), "decode at 3000": ("at most", 1.7)},
     ),
     "engine": Toy(
         {"runs": 1, "qa_runs": 1, "documents": 1, "document_tokens": 200, "new_tokens": 2}
@@ -91,7 +91,7 @@ TOYS = {
             "overhead, batch 1": ("at most", 0.1),
         },
     ),
-    "determinism": Toy({"runs": 1, "words": 200}, {"decode": ("at most", 1.5)}),
+    "determinism": Toy({"runs": 1, "words": 200, "new_tokens": 3}, {"decode": ("at most", 1.5)}),
     "load-or-compute": Toy(
         {"runs": 1, "tokens": "192", "mb_per_s": "256"}, {"auto": ("at most", 1.3)}
     ),
@@ -105,23 +105,20 @@ TOYS = {
         {"4 samples": ("at most", 0.6)},
     ),
     "multi-turn": Toy(
-        {"runs": 1, "turns": 3, "turn_tokens": 100, "output_tokens": 2},
+        {"runs": 1, "turns": 3, "turn_tokens": 80, "output_tokens": 2},
         {"3 turns": ("at most", 0.8)},
     ),
     "tree-of-thought": Toy(
-        {"runs": 1, "root_tokens": 100, "breadth": 2, "depth": 2, "thought_tokens": 4},
-        {"breadth 2, depth 2": ("at most", 0.7)},
-    ),
-    "peers": Toy(
-        {"documents": 1, "document_tokens": 150, "new_tokens": 2, "restarts": 0}
-        | {"systems": "ours,transformers"},
-        {"second": ("at most", 0.6)},
-    ),
-    "restart": Toy(
-        {"runs": 1, "document_tokens": 200, "ends": "killed"}, {"killed": ("at most", 0.4)}
+        {"runs": 1, "root_tokens": 100, "breadth": 3, "depth": 1, "thought_tokens": 2},
+        {"breadth 3, depth 1": ("at most", 0.8)},
     ),
 }
-LEFT_OUT = {"report": "makes a page of results"}  # not run here, and why
+# Not run here, and why.
+LEFT_OUT = {
+    "peers": "starts the processes that the toy run of engine starts, and more",
+    "report": "makes a page of results",
+    "restart": "most of it is starting processes; ttft restarts one, too",
+}
 
 
 def run(name: str, toy: Toy) -> list[Record]:
