@@ -119,12 +119,10 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput]:
         """The next message of a conversation, as ``generate`` yields it."""
         prompt = await self.read_messages(messages)
-        stream = await self.open(prompt, sampling_params, request_id, cache_salt=cache_salt)
-        try:
-            async for delta in stream:
+        deltas = self.generate(prompt, sampling_params, request_id, cache_salt=cache_salt)
+        async with contextlib.aclosing(deltas):
+            async for delta in deltas:
                 yield delta
-        finally:
-            stream.close()
 
     async def open(
         self,
