@@ -77,7 +77,7 @@ class Workload:
 
 
 def measure(arguments: Namespace) -> list[Record]:
-    from engine.model_source import resolve_model
+    from engine.model.source import resolve_model
 
     path = str(resolve_model(arguments.model).path)
     work = Workload(path, arguments.documents, arguments.document_tokens)

@@ -59,7 +59,7 @@ class Contender:
 def measure(arguments: Namespace) -> list[Record]:
     from transformers import AutoTokenizer
 
-    from engine.model_source import resolve_model
+    from engine.model.source import resolve_model
 
     path = resolve_model(arguments.model).path
     tokenizer = AutoTokenizer.from_pretrained(path)

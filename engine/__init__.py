@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from engine.generation import Generation
     from engine.llm import LLM
     from engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
-    from engine.sampling_params import SamplingParams
+    from engine.sampling.sampling_params import SamplingParams
     from engine.session import Session
     from engine.stream import OutputStream
 
@@ -39,7 +39,7 @@ _MODULES = {
     "OutputStream": "engine.stream",
     "RequestMetrics": "engine.outputs",
     "RequestOutput": "engine.outputs",
-    "SamplingParams": "engine.sampling_params",
+    "SamplingParams": "engine.sampling.sampling_params",
     "Session": "engine.session",
 }
 

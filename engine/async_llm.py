@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 
 from engine.llm import LLM
 from engine.outputs import RequestOutput
-from engine.prompts import Message, Prompt
-from engine.queue_stats import render_queue
-from engine.request import Request
-from engine.sampling_params import SamplingParams
-from engine.sequence import CacheOptions
+from engine.sampling.sampling_params import SamplingParams
+from engine.scheduling.queue_stats import render_queue
+from engine.scheduling.request import Request
+from engine.scheduling.sequence import CacheOptions
 from engine.stream import Stream
-from kvstore.metrics import render
+from engine.text.prompts import Message, Prompt
+from kvstore.reports.metrics import render
 from kvstore.stats import StoreStats
 
 T = TypeVar("T")
@@ -183,7 +183,7 @@ class AsyncLLM:
         return await self._call(lambda: self._llm._core.store.stats())
 
     async def metrics_text(self) -> str:
-        """The same numbers, and those of the queue, as Prometheus text (``kvstore.metrics``)."""
+        """The same numbers, and those of the queue, as Prometheus text."""
         core = self._llm._core
         stats, queue = await self._call(lambda: (core.store.stats(), core.queue_stats()))
         return render(stats) + render_queue(queue)

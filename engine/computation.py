@@ -4,10 +4,10 @@ from collections.abc import Sequence as Steps
 
 import torch
 
-from engine.model_runner import ModelRunner, SequenceStep
-from engine.sampler import SampledToken, sample
-from engine.scheduler import ScheduledSequence
-from engine.sequence import Sequence
+from engine.runner.model_runner import ModelRunner, SequenceStep
+from engine.sampling.sampler import SampledToken, sample
+from engine.scheduling.scheduler import ScheduledSequence
+from engine.scheduling.sequence import Sequence
 
 
 def make_steps(batch: Steps[ScheduledSequence]) -> list[SequenceStep]:

@@ -19,16 +19,16 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from engine.backlog import Backlog
-from engine.calibration import Calibration
-from engine.chunking import AsFits, Chunking
 from engine.computation import compute, make_steps
-from engine.model_runner import ModelRunner
-from engine.queue_stats import QueueStats
-from engine.request import Request
-from engine.scheduler import ScheduledSequence, Scheduler, SchedulingPolicy
-from engine.sequence import Sequence, SequenceState
-from engine.step_meter import StepMeter
+from engine.measuring.calibration import Calibration
+from engine.measuring.step_meter import StepMeter
+from engine.runner.model_runner import ModelRunner
+from engine.scheduling.backlog import Backlog
+from engine.scheduling.chunking import AsFits, Chunking
+from engine.scheduling.queue_stats import QueueStats
+from engine.scheduling.request import Request
+from engine.scheduling.scheduler import ScheduledSequence, Scheduler, SchedulingPolicy
+from engine.scheduling.sequence import Sequence, SequenceState
 from kvstore.errors import ConfigError, KVStoreError, QueueFullError, StoreClosedError
 from kvstore.store import BlockStore
 from kvstore.tiers.host import HostPool

@@ -4,11 +4,11 @@ import contextlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, overload
 
-from engine.document_prompt import DocumentPrompt
 from engine.outputs import RequestOutput
 from engine.progress import reading_bar
-from engine.request import Request
-from engine.sampling_params import SamplingParams
+from engine.sampling.sampling_params import SamplingParams
+from engine.scheduling.request import Request
+from engine.text.document_prompt import DocumentPrompt
 from kvstore.block import TierName
 from kvstore.errors import KVStoreError, StoreClosedError
 from kvstore.hashing import encode_tokens
@@ -16,7 +16,7 @@ from kvstore.lease import Lookup, Pin
 
 if TYPE_CHECKING:
     from engine.llm import LLM
-    from engine.sequence import CacheOptions
+    from engine.scheduling.sequence import CacheOptions
 
 _TRANSFERS_S = 5.0  # that ``evict`` waits for transfers to end
 

@@ -1,18 +1,18 @@
-"""Why a prompt would be found in the caches of a running engine, or not (``kvstore.explain``)."""
+"""Why a prompt would be found in the caches of a running engine, or not (``kvstore.why``)."""
 
 import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 from engine.core import EngineCore
-from engine.model_loader import LoadedModel
+from engine.model.loader import LoadedModel
 from kvstore.block import TierName
 from kvstore.disk.browse import Browser
 from kvstore.disk.slices import reading
 from kvstore.errors import KVStoreError
-from kvstore.explain import explain
-from kvstore.explanation import Asked, Explanation
 from kvstore.hashing import encode_tokens
+from kvstore.why.explain import explain
+from kvstore.why.explanation import Asked, Explanation
 
 
 def explain_prompt(

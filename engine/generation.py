@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from engine.outputs import RequestOutput
-from engine.request import Request
-from engine.sampling_params import SamplingParams
-from engine.sequence import CacheOptions
+from engine.sampling.sampling_params import SamplingParams
+from engine.scheduling.request import Request
+from engine.scheduling.sequence import CacheOptions
 from engine.stream import OutputStream, Stream
 from kvstore.errors import ConfigError
 

@@ -15,33 +15,33 @@ from typing import Any, Literal, overload
 # then costs a forward many times that moment. Must be set before torch loads the library.
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
-from engine.chunking import AsFits, WholeChunks
 from engine.config import EngineConfig
 from engine.core import CoreLimits, EngineCore
 from engine.document import Document
-from engine.document_file import names_a_file, read_document
-from engine.document_prompt import DocumentPrompt
 from engine.explaining import explain_prompt
 from engine.generation import Generation
-from engine.model_loader import BeforeWeights, LoadedModel, load_model
+from engine.model.loader import BeforeWeights, LoadedModel, load_model
 from engine.outputs import RequestOutput
 from engine.parts import build_parts
 from engine.preflight import check_cache_place
 from engine.progress import answers_bar
-from engine.prompts import Message, Prompt, PromptReader, as_params, as_prompts
-from engine.queue_stats import QueueStats, render_queue
-from engine.request import Request
-from engine.request_maker import RequestMaker
-from engine.sampling_params import SamplingParams
-from engine.sequence import CacheOptions, check_salt
+from engine.sampling.sampling_params import SamplingParams
+from engine.scheduling.chunking import AsFits, WholeChunks
+from engine.scheduling.queue_stats import QueueStats, render_queue
+from engine.scheduling.request import Request
+from engine.scheduling.sequence import CacheOptions, check_salt
 from engine.session import Session
 from engine.stream import OutputStream, Stream
+from engine.text.document_file import names_a_file, read_document
+from engine.text.document_prompt import DocumentPrompt
+from engine.text.prompts import Message, Prompt, PromptReader, as_params, as_prompts
+from engine.text.request_maker import RequestMaker
 from kvstore.block import TierName
 from kvstore.errors import ConfigError
-from kvstore.events import Event
-from kvstore.explanation import Explanation
-from kvstore.metrics import render
+from kvstore.reports.events import Event
+from kvstore.reports.metrics import render
 from kvstore.stats import StoreStats
+from kvstore.why.explanation import Explanation
 
 logger = logging.getLogger(__name__)
 
@@ -279,7 +279,7 @@ class LLM:
         return self._core.call(lambda: self._core.store.stats())
 
     def metrics_text(self) -> str:
-        """The same numbers, and those of the queue, as Prometheus text (``kvstore.metrics``)."""
+        """The same numbers, and those of the queue, as Prometheus text."""
         return render(self.stats()) + render_queue(self.queue_stats())
 
     def queue_stats(self) -> QueueStats:
@@ -287,7 +287,7 @@ class LLM:
         return self._core.call(self._core.queue_stats)
 
     def subscribe(self, sink: Callable[[Sequence[Event]], None]) -> Callable[[], None]:
-        """Hand ``sink`` what happens to blocks (``kvstore.events``), in batches.
+        """Hand ``sink`` what happens to blocks (``kvstore.reports.events``), in batches.
 
         It is called on the step thread and must not wait. Returns a function that ends it.
         """
@@ -314,7 +314,7 @@ class LLM:
         return skipped
 
     def explain(self, prompt: Prompt, *, cache_salt: str | None = None) -> Explanation:
-        """Where the match of a prompt would end now, and why (``kvstore.explain``).
+        """Where the match of a prompt would end now, and why (``kvstore.why.explain``).
 
         Nothing is computed, loaded or counted. ``print(llm.explain(text).sentence)``.
         """

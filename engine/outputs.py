@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvstore.cost import LoadDecision
+from kvstore.costs.cost import LoadDecision
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from engine.config import EngineConfig
-from engine.document_prompt import template_parts
-from engine.memory_budget import free_bytes_for_pool
-from engine.model_loader import LoadedModel
-from engine.model_runner import ModelRunner
-from engine.tokenizer_file import keep_tokenizer
+from engine.model.loader import LoadedModel
+from engine.runner.memory_budget import free_bytes_for_pool
+from engine.runner.model_runner import ModelRunner
+from engine.text.document_prompt import template_parts
+from engine.text.tokenizer_file import keep_tokenizer
 from kvstore.config import StoreConfig, parse_size
 from kvstore.disk import DiskStore
 from kvstore.errors import ConfigError, TierBrokenError

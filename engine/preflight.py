@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from engine.config import EngineConfig
-from engine.model_source import resolve_model
+from engine.model.source import resolve_model
 from kvstore.disk.places import check_place
 
 

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from engine.chat_template import has_template, place, render, template_around
 from engine.outputs import CompletionOutput, RequestOutput
-from engine.prompts import PromptReader
-from engine.sampling_params import SamplingParams
-from engine.sequence import CacheOptions
+from engine.sampling.sampling_params import SamplingParams
+from engine.scheduling.sequence import CacheOptions
+from engine.text.chat_template import has_template, place, render, template_around
+from engine.text.prompts import PromptReader
 from kvstore.errors import ConfigError
 
 if TYPE_CHECKING:

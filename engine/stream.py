@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
 if TYPE_CHECKING:
-    from engine.request import Request
+    from engine.scheduling.request import Request
 
 
 class Stream:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from kvstore.block import BlockRef, TierName
-from kvstore.cost import LoadDecision
+from kvstore.costs.cost import LoadDecision
 from kvstore.errors import KVStoreError
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kvstore.block import BlockRef, TierName
-from kvstore.cost import LoadReason
+from kvstore.costs.cost import LoadReason
 from kvstore.errors import OutOfBlocksError
 from kvstore.eviction import Evictor
 from kvstore.hashing import block_key

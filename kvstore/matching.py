@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from kvstore.block import TierName
-from kvstore.cost import CostModel, LoadReason
+from kvstore.costs.cost import CostModel, LoadReason
 from kvstore.hashing import chain_blocks, chain_seed, salt_digest
 from kvstore.index import FAILED, LOADING, NONE, VALID
 from kvstore.lease import Lookup, PartialMatch

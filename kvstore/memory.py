@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from kvstore.block import BlockLayout
 from kvstore.config import StoreConfig
-from kvstore.events import EventLog
 from kvstore.index import BlockIndex
+from kvstore.reports.events import EventLog
 from kvstore.tiers.base import BlockPool
 from kvstore.tiers.host import HostPool
 

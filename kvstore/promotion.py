@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.block import TierName
-from kvstore.cost import CostModel
+from kvstore.costs.cost import CostModel
 from kvstore.errors import KVStoreError
 from kvstore.eviction import Evictor
-from kvstore.histogram import Histogram
 from kvstore.index import FAILED, LOADING, NONE, VALID
 from kvstore.lease import Lease
 from kvstore.memory import Memory
+from kvstore.reports.histogram import Histogram
 from kvstore.tiers.base import BlockCopier
 from kvstore.transfer import TransferLoop
 

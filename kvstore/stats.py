@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvstore.histogram import NO_TIMES, HistogramStats
+from kvstore.reports.histogram import NO_TIMES, HistogramStats
 from kvstore.write_behind import WriteCounters
 
 

@@ -24,10 +24,9 @@ from itertools import islice
 from kvstore.block import BlockLayout, TierName
 from kvstore.check import check
 from kvstore.config import StoreConfig
-from kvstore.cost import CostModel, LoadDecision
+from kvstore.costs.cost import CostModel, LoadDecision
+from kvstore.costs.self_measurement import SelfMeasurement
 from kvstore.errors import ConfigError, KVStoreError, StoreClosedError
-from kvstore.event_file import EventFile
-from kvstore.events import EventLog
 from kvstore.eviction import Evictor
 from kvstore.forgetting import Forgetting
 from kvstore.hashing import chain_seed
@@ -40,9 +39,10 @@ from kvstore.pinning import Pinning
 from kvstore.policy import VictimPolicy
 from kvstore.prefetch import Prefetcher
 from kvstore.promotion import Promoter
-from kvstore.publication import Publisher
-from kvstore.reporting import Reporter
-from kvstore.self_measurement import SelfMeasurement
+from kvstore.reports.event_file import EventFile
+from kvstore.reports.events import EventLog
+from kvstore.reports.publication import Publisher
+from kvstore.reports.reporting import Reporter
 from kvstore.stats import StoreStats
 from kvstore.tiers.base import BlockCopier, BlockPool, DiskTier, RemovedBlock
 from kvstore.tiers.host import HostCopier, HostPool

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from kvstore.block import PutOutcome, TierName
 from kvstore.errors import KVStoreError
-from kvstore.histogram import Histogram, LastDay
 from kvstore.index import NONE
 from kvstore.memory import Memory
+from kvstore.reports.histogram import Histogram, LastDay
 from kvstore.transfer import PendingWrite, TransferLoop
 
 _MAX_REWRITES = 8  # of one block whose parent went from disk meanwhile

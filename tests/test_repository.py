@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.model_source import demo_model
+from engine.model.source import demo_model
 from tools.cli import cli
 
 ROOT = Path(__file__).parents[1]

@@ -8,9 +8,9 @@ from typing import Any
 import click
 
 from engine.config import EngineConfig
-from engine.document_file import read_document
 from engine.outputs import CompletionOutput, RequestOutput
-from engine.sampling_params import SamplingParams
+from engine.sampling.sampling_params import SamplingParams
+from engine.text.document_file import read_document
 from kvstore.errors import ConfigError
 from tools.command import JSON_OPTION, Command
 from tools.engine_options import cache_dir_option, engine_options, engine_settings
@@ -39,9 +39,9 @@ def _answer(
 
     if sys.stderr.isatty():
         say(f"loading the model {settings['model']}")
-    from engine.document_prompt import DocumentPrompt
     from engine.llm import LLM
-    from engine.prompts import PromptReader
+    from engine.text.document_prompt import DocumentPrompt
+    from engine.text.prompts import PromptReader
 
     def check_document(tokenizer: Any, context_len: int) -> None:
         DocumentPrompt.of_text(PromptReader(tokenizer), text).check_fits(context_len)

@@ -108,7 +108,7 @@ def _numbers(text: str) -> list[int]:
 def _hardware(settings: dict[str, Any]) -> HardwareProfile:
     model = settings["model"]
     if settings["measure"]:
-        from engine.machine_profile import measure_machine
+        from engine.measuring.machine_profile import measure_machine
 
         say(f"measuring this machine with {model or 'demo'}")
         profile = measure_machine(model or "demo")

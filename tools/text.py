@@ -46,7 +46,7 @@ class Reader:
 
     def _load(self, name: str) -> Any:
         if name not in self._loaded:
-            from engine.tokenizer_file import read_tokenizer
+            from engine.text.tokenizer_file import read_tokenizer
 
             self._loaded[name] = read_tokenizer(Path(name).expanduser())
         return self._loaded[name]

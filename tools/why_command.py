@@ -23,8 +23,8 @@ def _why(
     as_json: bool,
     **settings: Any,
 ) -> int:
-    from engine.document_file import read_document
-    from engine.offline import OfflineModel
+    from engine.model.offline import OfflineModel
+    from engine.text.document_file import read_document
     from kvstore.disk.browse import Browser
     from kvstore.disk.slices import existing, reading
 
@@ -66,10 +66,10 @@ def _explanations(
     browser: Any, model: Any, text: str, is_document: bool | None, salt: str
 ) -> Iterator[tuple[str, int, Any]]:
     """One for each way in which the text may be meant, with the tokens before the text."""
-    from engine.offline import document_tokens, prompt_tokens
-    from kvstore.explain import explain
-    from kvstore.explanation import Asked
+    from engine.model.offline import document_tokens, prompt_tokens
     from kvstore.hashing import namespace_id
+    from kvstore.why.explain import explain
+    from kvstore.why.explanation import Asked
 
     registered = browser.namespaces()
     for identity in model.candidates(registered):

@@ -13,11 +13,11 @@ from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 
 from engine.async_llm import AsyncLLM, AsyncOutputStream
 from engine.outputs import RequestOutput
-from engine.prompts import Prompt
-from engine.sampling_params import SamplingParams
+from engine.sampling.sampling_params import SamplingParams
 from engine.server.bodies import BodyLimit, ChatBody, CompletionBody
 from engine.server.errors import ApiError, handle_errors
 from engine.server.replies import ChatReply, Reply, TextReply
+from engine.text.prompts import Prompt
 from kvstore.errors import StoreClosedError
 
 T = TypeVar("T")

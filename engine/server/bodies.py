@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from engine.sampling_params import SamplingParams
+from engine.sampling.sampling_params import SamplingParams
 from engine.server.errors import ApiError
 
 # Parameters of OpenAI that the engine does not have, with the values that change nothing (None: any

@@ -16,7 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from engine.sampling_params import SamplingParams
+from engine.sampling.sampling_params import SamplingParams
 from kvstore.errors import CapacityError, ConfigError, KVStoreError, StoreClosedError
 
 logger = logging.getLogger(__name__)

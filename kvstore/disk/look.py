@@ -176,7 +176,7 @@ class Engines:
         self._attachment: Attachment | None = None
 
     def read(self) -> list[dict[str, Any]]:
-        """A snapshot of each (``kvstore.publication``), with pid, role and since when."""
+        """A snapshot of each (``kvstore.reports.publication``), with pid, role and since when."""
         if self._attachment is None:
             if not (self._directory / ATTACH_FILE).exists():
                 return []

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.block import ITEMSIZE, TierName
-from kvstore.cost import ComputeEstimate, LoadEstimate
+from kvstore.costs.cost import ComputeEstimate, LoadEstimate
 from kvstore.errors import ConfigError
 
 _CHUNK_TOKENS = 2048  # of a prefill step, as the engine's default

@@ -26,9 +26,9 @@ from typing import Any, Protocol, cast
 import xxhash
 
 from kvstore.errors import ConfigError, TraceError
-from kvstore.event_file import unpack_events
-from kvstore.events import RequestMatched
 from kvstore.planning.request_batch import RequestBatch, RequestBatcher
+from kvstore.reports.event_file import unpack_events
+from kvstore.reports.events import RequestMatched
 
 FORMATS = ("mooncake", "tokens", "text", "events")
 _BLOCK_TOKENS = {"mooncake": 512, "tokens": 16, "text": 16}

@@ -8,10 +8,10 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from engine.attention import PAGED
-from engine.model_loader import LoadedModel, prepare_model
+from engine.model.loader import LoadedModel, prepare_model
+from engine.model.rope import freeze_rope
 from engine.outputs import CompletionOutput
-from engine.rope import freeze_rope
+from engine.runner.attention import PAGED
 
 VOCAB = 97
 BLOCK = 8

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from engine.sampling_params import SamplingParams
+from engine.sampling.sampling_params import SamplingParams
 
 
 def edited(

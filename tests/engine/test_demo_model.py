@@ -3,7 +3,7 @@
 import pytest
 
 from engine import LLM, SamplingParams
-from engine.model_source import resolve_model
+from engine.model.source import resolve_model
 from kvstore.errors import CapacityError, ConfigError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)

@@ -31,7 +31,7 @@ from architectures import BLOCK, VOCAB, Eager, make_network, make_tokenizer
 
 from engine import LLM, RequestOutput, SamplingParams
 from engine.generation import Generation
-from engine.model_loader import LoadedModel, prepare_model
+from engine.model.loader import LoadedModel, prepare_model
 from engine.outputs import CompletionOutput
 from kvstore.block import BlockRef
 from kvstore.errors import BlockMissingError, CorruptBlockError, KVStoreError

@@ -12,8 +12,8 @@ import pytest
 import transformers
 
 from engine import LLM, SamplingParams
-from engine.document_prompt import DocumentPrompt, template_parts
-from engine.prompts import PromptReader
+from engine.text.document_prompt import DocumentPrompt, template_parts
+from engine.text.prompts import PromptReader
 from kvstore.errors import ConfigError
 
 BLOCK = 16
@@ -141,7 +141,7 @@ def test_a_document_that_is_too_long_says_exactly_how_much_to_cut(llm):
 def test_what_is_too_long_is_known_before_weights_and_cache_directory(
     text_model, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("engine.model_loader._load_weights", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("engine.model.loader._load_weights", lambda *_: pytest.fail("loaded"))
 
     def check(tokenizer, context_len):
         DocumentPrompt.of_text(PromptReader(tokenizer), "x" * 600).check_fits(context_len)

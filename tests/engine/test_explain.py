@@ -6,16 +6,16 @@ import time
 import pytest
 
 from engine import LLM, SamplingParams
-from engine.document_prompt import template_parts
-from engine.offline import OfflineModel, document_tokens, prompt_tokens
-from engine.tokenizer_file import keep_tokenizer, read_tokenizer
-from kvstore.cost import LoadDecision, LoadReason
+from engine.model.offline import OfflineModel, document_tokens, prompt_tokens
+from engine.text.document_prompt import template_parts
+from engine.text.tokenizer_file import keep_tokenizer, read_tokenizer
+from kvstore.costs.cost import LoadDecision, LoadReason
 from kvstore.disk.browse import Browser
 from kvstore.disk.look import Engines
 from kvstore.disk.slices import reading
 from kvstore.errors import ConfigError
-from kvstore.explanation import Cause
 from kvstore.hashing import namespace_id
+from kvstore.why.explanation import Cause
 
 ONE = SamplingParams(temperature=0.0, max_tokens=1)
 TEXT = "The quick brown fox jumps over the lazy dog, again and again, all day long."

@@ -7,8 +7,8 @@ from gguf import MODEL_ARCH, GGUFWriter, TokenType, get_tensor_name_map
 from tokenizers import pre_tokenizers
 
 from engine import LLM, SamplingParams
-from engine.identity import model_identity, read_checkpoint
-from engine.model_source import resolve_model
+from engine.model.identity import model_identity, read_checkpoint
+from engine.model.source import resolve_model
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 

@@ -14,7 +14,7 @@ import transformers
 
 from engine import SamplingParams
 from kvstore.errors import ConfigError, StoreClosedError
-from kvstore.events import BlockStored
+from kvstore.reports.events import BlockStored
 from kvstore.testing import FaultyDisk
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16)

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import LLM, SamplingParams
-from engine.detokenizer import Detokenizer
 from engine.outputs import RequestMetrics
-from engine.request import Request
-from engine.sampler import SampledToken
-from engine.sequence import CacheOptions, Sequence
+from engine.sampling.sampler import SampledToken
+from engine.scheduling.request import Request
+from engine.scheduling.sequence import CacheOptions, Sequence
 from engine.stream import Stream
+from engine.text.detokenizer import Detokenizer
 from kvstore.errors import ConfigError, StoreClosedError
 
 LONG = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)

@@ -4,7 +4,7 @@ import pytest
 
 from kvstore.block import TierName
 from kvstore.config import StoreConfig
-from kvstore.cost import CostModel, LoadEstimate, LoadReason
+from kvstore.costs.cost import CostModel, LoadEstimate, LoadReason
 from kvstore.testing import FakeClock, FaultyDisk, MemoryDisk
 
 DEVICE, HOST, DISK = TierName.DEVICE, TierName.HOST, TierName.DISK

@@ -13,8 +13,8 @@ from kvstore.block import BlockLayout, BlockWrite, PutOutcome
 from kvstore.config import StoreConfig
 from kvstore.disk import DiskStore
 from kvstore.errors import CorruptBlockError, OutOfBlocksError
-from kvstore.events import BlockRemoved, BlockStored
 from kvstore.hashing import chain_keys, chain_refs, chain_seed, encode_tokens, namespace_id
+from kvstore.reports.events import BlockRemoved, BlockStored
 from kvstore.store import BlockStore
 from kvstore.testing import FakeEngine, FaultyDisk, MemoryDisk
 from kvstore.tiers.disk import LmdbTier

@@ -8,7 +8,7 @@ import pytest
 
 from kvstore.config import DiskConfig
 from kvstore.disk import DiskStore
-from kvstore.histogram import LastDay
+from kvstore.reports.histogram import LastDay
 from kvstore.testing import FakeClock, FaultyDisk, MemoryDisk
 from kvstore.tiers.disk import LmdbTier
 

@@ -8,8 +8,14 @@ from kvstore.block import TierName
 from kvstore.config import StoreConfig
 from kvstore.disk import DiskStore
 from kvstore.errors import ConfigError, CorruptBlockError, TierBrokenError
-from kvstore.event_file import read_events
-from kvstore.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, RequestMatched
+from kvstore.reports.event_file import read_events
+from kvstore.reports.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    RequestMatched,
+)
 from kvstore.testing import FaultyDisk, MemoryDisk
 from kvstore.tiers.disk import LmdbTier
 

@@ -6,7 +6,7 @@ import click
 import pytest
 
 from engine.config import EngineConfig
-from engine.sampling_params import SamplingParams
+from engine.sampling.sampling_params import SamplingParams
 from kvstore.errors import ConfigError
 from tools.ask_command import ask
 from tools.settings import given_values, options_for, parse_assignments

@@ -14,8 +14,8 @@ import pytest
 import tokenizers
 from safetensors.numpy import save_file
 
-from engine.offline import OfflineModel, document_tokens, prompt_tokens
-from engine.tokenizer_file import read_tokenizer
+from engine.model.offline import OfflineModel, document_tokens, prompt_tokens
+from engine.text.tokenizer_file import read_tokenizer
 from kvstore.block import BlockWrite
 from kvstore.disk import DiskStore
 from kvstore.hashing import chain_refs, chain_seed, encode_tokens, namespace_id, salt_digest

@@ -7,7 +7,7 @@ import pytest
 from lru_oracle import batch_of, lru_hits
 
 from kvstore.block import TierName
-from kvstore.cost import ComputeEstimate, LoadEstimate
+from kvstore.costs.cost import ComputeEstimate, LoadEstimate
 from kvstore.errors import ConfigError, TraceError
 from kvstore.planning import (
     MODELS,

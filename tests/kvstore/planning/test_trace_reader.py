@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from kvstore.errors import ConfigError, TraceError
-from kvstore.event_file import EventFile
-from kvstore.events import BlockRemoved, RequestMatched
 from kvstore.planning import read_trace
 from kvstore.planning import request_batch as batches_module
+from kvstore.reports.event_file import EventFile
+from kvstore.reports.events import BlockRemoved, RequestMatched
 
 
 def write_lines(path: Path, *records: object) -> Path:

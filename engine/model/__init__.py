@@ -1,0 +1,1 @@
+"""From a name to a model that runs on a paged cache, or to the reason why not."""

@@ -1,0 +1,1 @@
+"""One packed forward of any number of sequences: the model's attention, our kernels."""

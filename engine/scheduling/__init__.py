@@ -1,0 +1,1 @@
+"""Requests and their samples, and who takes part in the next forward."""

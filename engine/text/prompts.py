@@ -1,0 +1,158 @@
+"""What callers give as prompts and messages, as token ids.
+
+Everything wrong with it is found here, in the caller's thread: ``ConfigError`` in one line.
+"""
+
+import operator
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jinja2
+
+from engine.sampling.sampling_params import SamplingParams
+from kvstore.errors import ConfigError
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Message = Mapping[str, Any]
+
+
+class PromptReader:
+    """Reads prompts for one model. ``tokenizer`` is None where the engine has none. Any thread."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        # Whether special tokens are read is a state of the tokenizer that each call sets first.
+        self._encoding = threading.Lock()
+
+    def need_tokenizer(self, what: str) -> Any:
+        if self.tokenizer is None:
+            raise ConfigError(
+                f"{what} needs a tokenizer: pass token ids, or leave skip_tokenizer_init off"
+            )
+        return self.tokenizer
+
+    def read(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """A prompt's text, None when it came without, and its token ids."""
+        if isinstance(prompt, Mapping):
+            if set(prompt) not in ({"prompt"}, {"prompt_token_ids"}):
+                raise ConfigError(
+                    'a prompt dictionary has one key, "prompt" or "prompt_token_ids", got '
+                    + ", ".join(map(repr, prompt))
+                )
+            prompt = next(iter(prompt.values()))
+        if isinstance(prompt, str):
+            tokenizer = self.need_tokenizer("a text prompt")
+            check_text(prompt)
+            with self._encoding:
+                return prompt, list(tokenizer(prompt, verbose=False)["input_ids"])
+        if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
+            raise ConfigError(f"a prompt is text or a list of token ids, got {prompt!r}")
+        try:
+            token_ids: Iterable[Any] = prompt
+            return None, [operator.index(token_id) for token_id in token_ids]
+        except TypeError:
+            raise ConfigError(
+                "a prompt is text or a list of token ids, which are integers"
+            ) from None
+
+    def read_messages(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation, up to where the model's next message begins."""
+        tokenizer = self.need_tokenizer("chat()")
+        conversation = [as_message(message) for message in messages]
+        if not conversation:
+            raise ConfigError("the conversation has no messages")
+        if not getattr(tokenizer, "chat_template", None):
+            raise ConfigError(
+                "chat() needs a chat template and the tokenizer has none: set chat_template of "
+                "get_tokenizer(), pass tokenizer= of a chat model, or write the prompt yourself"
+            )
+        try:
+            with self._encoding:
+                return list(
+                    tokenizer.apply_chat_template(
+                        conversation, add_generation_prompt=True, tokenize=True, return_dict=False
+                    )
+                )
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"the model's chat template refuses the messages: {error}") from error
+
+    def encode(self, text: str, *, is_template: bool = False) -> list[int]:
+        """A part of a prompt, without what a tokenizer puts around a whole one.
+
+        Only in text of a template are special tokens read as such: a user's text that looks like
+        one stays text."""
+        check_text(text)
+        with self._encoding:
+            encoded = self.need_tokenizer("a text")(
+                text,
+                add_special_tokens=False,
+                split_special_tokens=not is_template,
+                verbose=False,
+            )
+        return list(encoded["input_ids"])
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several as a list of prompts."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        raise ConfigError(
+            f"prompts are text, lists of token ids, or a list of them, got {prompts!r}"
+        )
+    many: list[Any] = list(prompts)
+    is_one = bool(many) and all(isinstance(item, int) for item in many)
+    return [many] if is_one else many
+
+
+def as_message(message: Any) -> dict[str, str]:
+    """A message with text content; vLLM's list of text parts is joined."""
+    problem = ConfigError(
+        f"a message is a dictionary with role and content, both text, got {message!r}"
+    )
+    if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+        raise problem
+    content = message["content"]
+    if isinstance(content, list):
+        parts: list[Any] = [
+            part.get("text") if isinstance(part, Mapping) else part for part in content
+        ]
+        if not all(isinstance(part, str) for part in parts):
+            raise problem
+        content = "\n".join(parts)
+    if not isinstance(content, str) or not isinstance(message["role"], str):
+        raise problem
+    check_text(message["role"])
+    check_text(content)
+    return {**message, "content": content}
+
+
+def check_text(text: str) -> None:
+    """Raises ``ConfigError`` for half a character, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"a text is Unicode, and {text[error.start]!r} at character {error.start} is half of a "
+            "surrogate pair: decode it anew, or replace it"
+        ) from None
+
+
+def as_params(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    """One ``SamplingParams`` a prompt, of one for all, one each, or none."""
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if isinstance(params, str | Mapping) or not isinstance(params, Iterable):
+        raise ConfigError(
+            f"sampling_params: expected SamplingParams, or a list of them, got {params!r}"
+        )
+    if len(params) != count:
+        raise ConfigError(
+            f"sampling_params: expected one for all or {count}, one a prompt, got {len(params)}"
+        )
+    return list(params)

@@ -1,0 +1,1 @@
+"""Load or recompute, decided by measurement."""

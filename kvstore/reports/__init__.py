@@ -1,0 +1,1 @@
+"""What a store says of itself: snapshots, Prometheus text, events, a file for other processes."""

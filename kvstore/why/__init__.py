@@ -1,0 +1,1 @@
+"""Where the match of a prompt ends, and why."""
