@@ -236,7 +236,7 @@ class DiskStore:
         """Like ``put_group``, for blocks that went through a codec already."""
         if not self._can_write():
             raise TierBrokenError(self._env.reason or "the disk tier is read-only", tier="disk")
-        return self._writer.put(blocks)
+        return self._writer.put_encoded(blocks)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Record that these blocks were used: leaf first, root last, so that the leaf is the older.
