@@ -7,6 +7,7 @@ forgotten, blocks that others continue, and all that leads to them.
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+from kvstore.backing import Backing
 from kvstore.block import Removal, TierName
 from kvstore.errors import KVStoreError
 from kvstore.eviction import Evictor
@@ -25,6 +26,7 @@ class Forgetting:
     def __init__(
         self,
         memory: Memory,
+        backing: Backing,
         transfer: TransferLoop,
         evictor: Evictor,
         pinning: Pinning,
@@ -32,6 +34,7 @@ class Forgetting:
     ) -> None:
         self._memory = memory
         self._index = memory.index
+        self._backing = backing
         self._transfer = transfer
         self._evictor = evictor
         self._held = pinning.held
@@ -63,13 +66,11 @@ class Forgetting:
         lookup: Lookup,
         beginning: bytes,
         done: Callable[[Mapping[TierName, int] | KVStoreError], None],
-        *,
-        has_disk: bool,
     ) -> None:
         """See ``BlockStore.forget``."""
         end = lookup.parent(len(lookup.keys))
         dropped, kept = self._forget_in_memory(lookup.keys, end, beginning)
-        if not has_disk:
+        if self._backing.tier is None:
             done(dropped)
             return
 
@@ -80,6 +81,9 @@ class Forgetting:
 
     def clear_disk(self, salt: str, done: Callable[[int], None]) -> None:
         """See ``BlockStore.clear_disk``."""
+        if self._backing.tier is None:
+            done(0)
+            return
         digest = salt_digest(salt)
 
         def end(outcome: Removal | KVStoreError) -> None:

@@ -7,10 +7,11 @@ from then on no process evicts them there, so memory need not hold them. Until d
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
+from kvstore.backing import Backing
 from kvstore.block import TierName
 from kvstore.errors import BlockMissingError, CapacityError, ConfigError, KVStoreError
 from kvstore.index import LOADING, NONE, VALID
@@ -47,12 +48,14 @@ class Pinning:
     def __init__(
         self,
         memory: Memory,
+        backing: Backing,
         transfer: TransferLoop,
         write_behind: WriteBehind,
     ) -> None:
         self._index = memory.index
         self._slowest = memory.slowest
         self._setting = "host_cache" if memory.host else "device_cache"
+        self._backing = backing
         self._transfer = transfer
         self._write_behind = write_behind
         self._coming: list[_Persistence] = []
@@ -81,7 +84,14 @@ class Pinning:
 
     def on_disk(self, lookup: Lookup, ttl_s: float | None) -> Pin:
         """Have a prefix written and pinned on disk. Raises ``BlockMissingError`` when a part of it
-        is in no tier; what fails later is the pin's ``error``."""
+        is in no tier, ``ConfigError`` where disk takes nothing; what fails later is the pin's
+        ``error``."""
+        if not self._backing.is_written:
+            why = "it is open with disk_mode='ro'"
+            if not self._backing.is_read_only:
+                why = self._backing.why_off or "set disk_cache"
+            raise ConfigError(f"pin: persist and ttl need a disk tier that can be written: {why}")
+        assert lookup.is_ready, "the probe has not ended"
         if ttl_s is not None and not 0 < ttl_s < math.inf:
             raise ConfigError(f"ttl: expected a positive number of seconds, got {ttl_s}")
         index = self._index
@@ -104,6 +114,13 @@ class Pinning:
         self._coming.append(coming)
         self._write([slot for slot in slots if not index.is_written[slot]])
         return pin
+
+    def unpin(self, lookup: Lookup, done: Callable[[bool], None]) -> None:
+        """See ``BlockStore.unpin``."""
+        if self._backing.tier is None or not lookup.keys:
+            done(False)
+            return
+        self._transfer.unpin(lookup.keys[-1], lambda outcome: done(outcome is True))
 
     def count(self, tier: TierName) -> int:
         """Blocks pinned in memory of which a memory tier holds a copy."""

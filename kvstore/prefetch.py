@@ -7,12 +7,15 @@ to follow from them and from the block before, from the seed of model and salt o
 
 from collections.abc import Sequence
 
+from kvstore.backing import Backing
 from kvstore.block import BlockRef
 from kvstore.errors import KVStoreError, OutOfBlocksError
-from kvstore.index import NONE, BlockIndex
+from kvstore.finding import Finder
+from kvstore.index import NONE
 from kvstore.lease import Lease, Lookup
 from kvstore.leasing import Leasing
 from kvstore.matching import Matcher
+from kvstore.memory import Memory
 from kvstore.transfer import TransferLoop
 
 
@@ -20,19 +23,28 @@ class Prefetcher:
     """Takes free and evictable blocks only, and gives up where they are too few. Owner thread."""
 
     def __init__(
-        self, index: BlockIndex, matcher: Matcher, leasing: Leasing, transfer: TransferLoop
+        self,
+        memory: Memory,
+        backing: Backing,
+        matcher: Matcher,
+        finder: Finder,
+        leasing: Leasing,
+        transfer: TransferLoop,
     ) -> None:
-        self._index = index
+        self._index = memory.index
+        self._backing = backing
         self._matcher = matcher
+        self._finder = finder
         self._leasing = leasing
         self._transfer = transfer
         self._going: list[tuple[Lookup, Lease | None]] = []
 
-    def add(self, lookup: Lookup) -> None:
-        """Bring what a lookup has found, or will have."""
-        self._going.append((lookup, None))
+    def add_tokens(self, tokens: bytes, salt: str) -> None:
+        """Bring the whole blocks of ``tokens``."""
+        most = len(tokens) // 4
+        self._add(self._finder.begin(tokens, salt, num_reusable=most, is_counted=False))
 
-    def add_keys(self, keys: Sequence[bytes], salt: str, *, reads_disk: bool) -> None:
+    def add_keys(self, keys: Sequence[bytes], salt: str) -> None:
         """Bring the blocks of a sequence, given from its root on, as far as they are known."""
         parent, digest = self._matcher.seed(salt)
         in_memory: list[BlockRef] = []
@@ -47,9 +59,9 @@ class Prefetcher:
         def begin(on_disk: list[BlockRef] | KVStoreError) -> None:
             refs = in_memory + (on_disk if isinstance(on_disk, list) else [])
             if refs:
-                self.add(self._lookup(refs, digest, {ref.key for ref in refs[len(in_memory) :]}))
+                self._add(self._lookup(refs, digest, {ref.key for ref in refs[len(in_memory) :]}))
 
-        if rest and reads_disk:
+        if rest and self._backing.is_searched:
             self._transfer.find(parent, rest, begin)
         else:
             begin([])
@@ -70,6 +82,10 @@ class Prefetcher:
                 self._leasing.release(lease)
             else:
                 self._going.append((lookup, lease))
+
+    def _add(self, lookup: Lookup) -> None:
+        """Bring what a lookup has found, or will have."""
+        self._going.append((lookup, None))
 
     def _lookup(self, refs: list[BlockRef], salt: bytes, on_disk: set[bytes]) -> Lookup:
         keys, runs = [ref.key for ref in refs], [ref.tokens for ref in refs]

@@ -17,19 +17,18 @@ import logging
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
-from itertools import islice
 
+from kvstore.backing import Backing
 from kvstore.block import BlockLayout, TierName
 from kvstore.check import check
 from kvstore.config import StoreConfig
 from kvstore.costs.cost import CostModel, LoadDecision
 from kvstore.costs.self_measurement import SelfMeasurement
-from kvstore.errors import ConfigError, KVStoreError, StoreClosedError
+from kvstore.errors import KVStoreError, StoreClosedError
 from kvstore.eviction import Evictor
+from kvstore.finding import Finder
 from kvstore.forgetting import Forgetting
-from kvstore.hashing import chain_seed
 from kvstore.index import BlockIndex
 from kvstore.lease import Lease, Lookup, LookupState, Pin
 from kvstore.leasing import Leasing
@@ -44,14 +43,12 @@ from kvstore.reports.events import EventLog
 from kvstore.reports.publication import Publisher
 from kvstore.reports.reporting import Reporter
 from kvstore.stats import StoreStats
-from kvstore.tiers.base import BlockCopier, BlockPool, DiskTier, RemovedBlock
+from kvstore.tiers.base import BlockCopier, BlockPool, DiskTier
 from kvstore.tiers.host import HostCopier, HostPool
-from kvstore.transfer import Probed, TransferLoop
+from kvstore.transfer import TransferLoop
 from kvstore.write_behind import WriteBehind
 
 logger = logging.getLogger(__name__)
-
-_MOST_SHOWN = 1000  # blocks that continue another, of which the one most like a prompt is told
 
 
 class BlockStore:
@@ -108,16 +105,10 @@ class BlockStore:
         if config.event_file is not None:
             self._event_file = EventFile(config.event_file)
             self.events.subscribe(self._event_file)
-        self._disk = disk
-        self._disk_off = disk_off
-        self._removed: deque[RemovedBlock] = deque()  # from disk; the transfer thread appends
-        if disk is not None:
-            disk.watch_removals(self._removed.extend)
+        self._backing = backing = Backing(memory, disk, disk_off)
         self._clock = clock
         self._owner = threading.get_ident()
         self._closed = False
-        self._wake = threading.Condition()
-        self._on_event = on_event
         if copier is None:
             assert isinstance(device, HostPool), "another device brings its own copier"
             copier = HostCopier(device)
@@ -133,41 +124,38 @@ class BlockStore:
             staging=staging,
             block_bytes=layout.block_bytes,
             write_bytes_per_s=config.write_bytes_per_s,
-            on_completion=self._notify,
+            on_completion=on_event,
             clock=clock,
         )
-        self._write_behind = WriteBehind(
-            memory,
-            transfer,
-            is_on=disk is not None and config.disk_mode == "rw",
-            is_read_only=disk is not None and config.disk_mode == "ro",
-            on_broken=self._lose_disk,
-        )
-        self.pinning = Pinning(memory, transfer, self._write_behind)
+        self._write_behind = WriteBehind(memory, backing, transfer)
+        self.pinning = Pinning(memory, backing, transfer, self._write_behind)
         self._evictor = Evictor(memory, transfer, self._write_behind, self.pinning.held)
         self._promoter = Promoter(memory, copier, transfer, self._evictor, self.cost)
         self._matcher = Matcher(memory, self.cost, self._promoter.loading_from)
-        self._self_measurement = SelfMeasurement(memory, transfer, copier, self.cost)
+        self._finder = Finder(memory, backing, self._matcher, transfer)
         self._leasing = Leasing(
             memory, copier, self._matcher, self._evictor, self._promoter, self._write_behind
         )
-        self._forgetting = Forgetting(
-            memory, transfer, self._evictor, self.pinning, self._write_behind
+        self._prefetcher = Prefetcher(
+            memory, backing, self._matcher, self._finder, self._leasing, transfer
         )
+        self._forgetting = Forgetting(
+            memory, backing, transfer, self._evictor, self.pinning, self._write_behind
+        )
+        self._self_measurement = SelfMeasurement(memory, backing, transfer, copier, self.cost)
         self._reporter = Reporter(
             memory,
+            backing,
             copier,
             transfer,
+            self._finder,
             self._evictor,
             self._promoter,
             self._leasing,
             self._write_behind,
             self.pinning,
         )
-        self._prefetcher = Prefetcher(index, self._matcher, self._leasing, transfer)
         self.publisher = Publisher(namespace, self.stats, transfer.publish, clock)
-        if disk is None:
-            self.publisher.stop()
 
     # ---- the life of a request -----------------------------------------------------------------
 
@@ -187,24 +175,12 @@ class BlockStore:
         wants to compute. ``peek`` counts no hits.
         """
         self._check_open()
-        most = len(tokens) // 4 - 1 if num_reusable is None else num_reusable
-        lookup = self._matcher.prefix(tokens[: max(0, most) * 4], salt, is_counted=not peek)
-        lookup.num_tokens = len(tokens) // 4
-        if len(lookup.sources) < len(lookup.keys) and self._reads_disk():
-            lookup.state = LookupState.PROBING
-            start = len(lookup.sources)
-            refs = [lookup.ref(i) for i in range(start, len(lookup.keys))]
-            below = self.config.min_partial_tokens < self.layout.block_size
-            self._transfer.probe(refs, below, lambda found: self._end_probe(lookup, found))
-        else:
-            self._reporter.count(lookup, has_disk=self._disk is not None)
-        return lookup
+        return self._finder.begin(tokens, salt, num_reusable=num_reusable, is_counted=not peek)
 
     def stop_probing(self, lookup: Lookup) -> None:
         """The request waits no longer for disk's answer: what memory holds is what it has found."""
         self._check_open()
-        if not lookup.is_ready:
-            self._end_lookup(lookup)
+        self._finder.stop_probing(lookup)
 
     def reserve(self, lookup: Lookup, num_tokens: int, *, chunk_tokens: int | None = None) -> Lease:
         """Device blocks for the matched prefix and the tokens computed first, or none at all.
@@ -251,10 +227,6 @@ class BlockStore:
         self._check_open()
         if not persist and ttl_s is None:
             return self.pinning.in_memory(lookup)
-        if self._disk is None or self.config.disk_mode == "ro":
-            why = self._disk_off or "set disk_cache"
-            raise ConfigError(f"pin: persist and ttl need a disk tier that can be written: {why}")
-        assert lookup.is_ready, "the probe has not ended"
         return self.pinning.on_disk(lookup, ttl_s)
 
     def unpin(self, lookup: Lookup, done: Callable[[bool], None]) -> None:
@@ -263,10 +235,7 @@ class BlockStore:
         ``poll()`` calls ``done`` when that has happened, with whether there was one.
         """
         self._check_open()
-        if self._disk is None or not lookup.keys:
-            done(False)
-            return
-        self._transfer.unpin(lookup.keys[-1], lambda outcome: done(outcome is True))
+        self.pinning.unpin(lookup, done)
 
     def prefetch(self, keys: Sequence[bytes], salt: str = "") -> None:
         """Bring the blocks of a sequence, root first, to the device before somebody asks for them.
@@ -275,24 +244,20 @@ class BlockStore:
         evictable blocks only; gives up quietly when there are too few.
         """
         self._check_open()
-        self._prefetcher.add_keys(keys, salt, reads_disk=self._reads_disk())
+        self._prefetcher.add_keys(keys, salt)
 
     def prefetch_tokens(self, tokens: bytes, salt: str = "") -> None:
         """As ``prefetch``, for the whole blocks of ``tokens``."""
-        num_tokens = len(tokens) // 4
-        self._prefetcher.add(self.lookup(tokens, salt, num_reusable=num_tokens, peek=True))
+        self._check_open()
+        self._prefetcher.add_tokens(tokens, salt)
 
     def weigh(self, lookup: Lookup) -> LoadDecision | None:
         """What would be decided about loading what a ``peek`` has found; tries no tier for it."""
-        lookup.has_probed = True
-        self._matcher.walk(lookup)
-        return lookup.decision
+        return self._finder.weigh(lookup)
 
     def continuations(self, lookup: Lookup) -> list[tuple[bytes, bytes]]:
         """Key and tokens of blocks in memory that continue the known part of a prefix."""
-        index = self.index
-        children = index.children(lookup.parent(len(lookup.sources)))
-        return [(index.key[slot], index.tokens[slot]) for slot in islice(children, _MOST_SHOWN)]
+        return self._finder.continuations(lookup)
 
     def num_reusable_blocks(self, lookup: Lookup) -> int:
         """Blocks at the front of the prefix that ``reserve`` would find now."""
@@ -344,16 +309,15 @@ class BlockStore:
         """
         self._check_open()
         self._transfer.is_model_busy = model_is_busy
-        num_removed = len(self._removed)
-        count = self._transfer.poll()  # among it, whatever stored what has been removed since
-        for removed in (self._removed.popleft() for _ in range(num_removed)):
-            if removed.namespace == self.namespace:
-                self.events.removed_key(TierName.DISK, removed.key, removed.salt)
+        removed = self._backing.take_removed()
+        count = self._transfer.poll()
+        self._backing.tell_removed(removed)
         self._prefetcher.pump()
         self.pinning.pump()
         self._write_behind.pump()
         self._evictor.pump()
-        self.publisher.pump()
+        if self._backing.tier is not None:
+            self.publisher.pump()
         self.events.flush()
         return count
 
@@ -426,7 +390,7 @@ class BlockStore:
         or with the reason why disk could not be changed.
         """
         self._check_open()
-        self._forgetting.forget(lookup, beginning, done, has_disk=self._disk is not None)
+        self._forgetting.forget(lookup, beginning, done)
 
     def clear_disk(self, salt: str, done: Callable[[int], None]) -> None:
         """Drop this namespace's and salt's blocks from disk, except those that are pinned there.
@@ -434,22 +398,29 @@ class BlockStore:
         ``poll()`` calls ``done`` then, with how many stayed.
         """
         self._check_open()
-        if self._disk is None:
-            done(0)
-        else:
-            self._forgetting.clear_disk(salt, done)
+        self._forgetting.clear_disk(salt, done)
 
     @property
     def weighs_loads(self) -> bool:
         """Whether what to load is decided by what loads and steps are measured to cost."""
-        has_slower_tier = self.host is not None or self._disk is not None
+        has_slower_tier = self.host is not None or self._backing.tier is not None
         return self.config.load_policy == "auto" and has_slower_tier
 
     def measure(self) -> None:
         """Measure what loads from tiers cost that were not measured yet. Does not wait."""
         self._check_open()
         if self.weighs_loads:
-            self._self_measurement.start(self._disk, chain_seed(self.namespace))
+            self._self_measurement.start()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    # ---- looking at it ------------------------------------------------------------------------
+
+    def stats(self) -> StoreStats:
+        """A frozen snapshot; reading it changes nothing."""
+        return self._reporter.stats()
 
     def check(self) -> list[str]:
         """Violated invariants, one sentence each; empty when all hold. O(blocks)."""
@@ -478,53 +449,7 @@ class BlockStore:
         """Host blocks that a copy is filling, not visible yet."""
         return [*self._evictor.host_ids_in_flight, *self._self_measurement.host_ids]
 
-    @property
-    def is_closed(self) -> bool:
-        return self._closed
-
-    def stats(self) -> StoreStats:
-        """A frozen snapshot; reading it changes nothing."""
-        return self._reporter.stats(self._disk, self._disk_off, len(self.index.dirty))
-
-    # ---- matching ------------------------------------------------------------------------------
-
-    def _end_probe(self, lookup: Lookup, found: Probed | KVStoreError) -> None:
-        if isinstance(found, KVStoreError):
-            self._lose_disk(found)
-        elif not lookup.is_ready:
-            lookup.on_disk = {entry.key for entry in found.entries}
-            lookup.below = found.below
-        if not lookup.is_ready:
-            self._end_lookup(lookup)
-
-    def _end_lookup(self, lookup: Lookup) -> None:
-        self._matcher.note_sources(lookup)
-        self._reporter.count(lookup, has_disk=self._disk is not None)
-        lookup.state = LookupState.READY
-
-    # ---- disk ----------------------------------------------------------------------------------
-
-    def _reads_disk(self) -> bool:
-        return self._disk is not None and self.config.load_policy != "never"
-
-    def _lose_disk(self, error: KVStoreError) -> None:
-        """The disk tier broke: go on with memory alone, say so once."""
-        if self._disk is None or self._disk_off:
-            return
-        logger.error("disk tier is off: %s", error)
-        self._disk_off = str(error)
-        self._disk = None
-        self._write_behind.stop()
-        self.publisher.stop()
-        self.events.cleared(TierName.DISK)
-
-    # ---- waiting -------------------------------------------------------------------------------
-
-    def _notify(self) -> None:
-        with self._wake:
-            self._wake.notify_all()
-        if self._on_event is not None:
-            self._on_event()
+    # ---- the owner -----------------------------------------------------------------------------
 
     def _run_until(self, is_done: Callable[[], bool], timeout: float | None) -> bool:
         end = math.inf if timeout is None else time.monotonic() + timeout
@@ -535,10 +460,8 @@ class BlockStore:
             left = end - time.monotonic()
             if left <= 0:
                 return False
-            with self._wake:
-                if not self._transfer.has_completions():
-                    pause = self.next_deadline() - self._clock()
-                    self._wake.wait(max(0.0, min(left, pause, 1.0)))
+            pause = self.next_deadline() - self._clock()
+            self._transfer.wait(max(0.0, min(left, pause, 1.0)))
 
     def _check_open(self) -> None:
         if self._closed:

@@ -83,7 +83,7 @@ class TransferLoop:
         staging: HostPool | None,
         block_bytes: int,
         write_bytes_per_s: float,
-        on_completion: Callable[[], None],
+        on_completion: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._device = device
@@ -94,6 +94,7 @@ class TransferLoop:
         self._on_completion = on_completion
         self._clock = clock
         self._completions: deque[tuple[Done[Any], Any, float]] = deque()
+        self._posted = threading.Condition()
         self.finished_at = 0.0  # clock time at which the job ended whose callback is applied
         self.is_model_busy = False  # set by the owner, read by the loop: writes take slices
         self._num_pending = 0
@@ -131,6 +132,12 @@ class TransferLoop:
 
     def has_completions(self) -> bool:
         return bool(self._completions)
+
+    def wait(self, timeout_s: float) -> None:
+        """Until ``poll()`` has something to do, or the time has run out."""
+        with self._posted:
+            if not self._completions:
+                self._posted.wait(timeout_s)
 
     def run(self, job: Coroutine[Any, Any, T], done: Done[T]) -> None:
         """A job of the caller's."""
@@ -246,7 +253,10 @@ class TransferLoop:
             outcome = TierBrokenError(f"a transfer failed: {error}", tier="transfer")
             outcome.__cause__ = error
         self._completions.append((done, outcome, self._clock()))
-        self._on_completion()
+        with self._posted:
+            self._posted.notify_all()
+        if self._on_completion is not None:
+            self._on_completion()
 
     async def _probe(self, refs: Sequence[BlockRef], below: bool) -> Probed:
         assert self._disk is not None

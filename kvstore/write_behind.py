@@ -7,9 +7,10 @@ is on disk before its children.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from kvstore.backing import Backing
 from kvstore.block import PutOutcome, TierName
 from kvstore.errors import KVStoreError
 from kvstore.index import NONE
@@ -36,24 +37,19 @@ class WriteBehind:
     def __init__(
         self,
         memory: Memory,
+        backing: Backing,
         transfer: TransferLoop,
-        *,
-        is_on: bool,
-        is_read_only: bool,
-        on_broken: Callable[[KVStoreError], None],
     ) -> None:
         self._index = memory.index
         self._device = memory.device
         self._host = memory.host
+        self._backing = backing
         self._transfer = transfer
         self._config = memory.config
         self._namespace = memory.namespace
         self._block_bytes = memory.layout.block_bytes
         self._clock = memory.clock
         self._events = memory.events
-        self._is_on = is_on
-        self._is_read_only = is_read_only
-        self._on_broken = on_broken
         self._urgent_before = -math.inf  # blocks dirty since then or longer are waited for
         self._filling = False  # between the high watermark and the low one
         self._num_in_flight = 0
@@ -68,7 +64,7 @@ class WriteBehind:
 
     def add(self, slot: int) -> None:
         """A block that disk does not hold. Parents are added before their children."""
-        if self._is_on and slot not in self._index.dirty:
+        if self._backing.is_written and slot not in self._index.dirty:
             self._index.dirty_since[slot] = self._index.touched_s[slot] = self._clock()
             self._index.dirty.append(slot)
 
@@ -77,7 +73,7 @@ class WriteBehind:
 
         Writing a block tells disk of it, too.
         """
-        if not slots or not self._is_on:
+        if not slots or not self._backing.is_written:
             return
         index, now = self._index, self._clock()
         stale_before = now - self._config.touch_interval_s
@@ -99,21 +95,16 @@ class WriteBehind:
     def urge_all(self) -> None:
         self._urgent_before = math.inf
 
-    def stop(self) -> None:
-        """Forget what is dirty: there is no slower tier any more."""
-        self._is_on = self._is_read_only = False
-        for slot in list(self._index.dirty):
-            self._index.dirty.remove(slot)
-
     def may_have_parent(self, slot: int) -> bool:
         """Whether disk may hold what this block continues.
 
         It does when it holds the block. What is still to be written may turn out to have it; what
         disk refused has not. Of a disk that is never written, nothing is known.
         """
-        index = self._index
+        index, backing = self._index, self._backing
         is_coming = slot in index.dirty or index.transfers[slot] > 0
-        return self._is_read_only or (self._is_on and (bool(index.is_written[slot]) or is_coming))
+        may_hold = bool(index.is_written[slot]) or is_coming
+        return backing.is_read_only or (backing.is_written and may_hold)
 
     def oldest_age_s(self) -> float:
         """Age of the oldest dirty block, 0.0 when everything is clean."""
@@ -192,7 +183,7 @@ class WriteBehind:
                 index.transfers[slot] -= 1
             if isinstance(outcome, KVStoreError):
                 self._count(unwritten_blocks=len(slots))
-                self._on_broken(outcome)
+                self._backing.lose(outcome)
                 return
             for slot, result in zip(slots, outcome, strict=True):
                 self._settle(slot, result)

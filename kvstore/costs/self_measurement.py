@@ -7,9 +7,11 @@ transfer thread, of a few milliseconds, beside whatever else goes on: nobody wai
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from kvstore.backing import Backing
 from kvstore.block import TierName
 from kvstore.costs.cost import CostModel, LoadEstimate
 from kvstore.errors import KVStoreError
+from kvstore.hashing import chain_seed
 from kvstore.memory import Memory
 from kvstore.tiers.base import BlockCopier, BlockRead, DiskTier, Rows
 from kvstore.transfer import TransferLoop
@@ -27,10 +29,13 @@ class SelfMeasurement:
     def __init__(
         self,
         memory: Memory,
+        backing: Backing,
         transfer: TransferLoop,
         copier: BlockCopier,
         cost: CostModel,
     ) -> None:
+        self._backing = backing
+        self._seed = chain_seed(memory.namespace)
         self._transfer = transfer
         self._copier = copier
         self._device = memory.device
@@ -43,14 +48,15 @@ class SelfMeasurement:
         self.block_ids: list[int] = []
         self.host_ids: list[int] = []
 
-    def start(self, disk: DiskTier | None, seed: bytes) -> None:
+    def start(self) -> None:
         """Measure what has not been measured yet: host, and disk by blocks that begin a sequence
-        under ``seed``. One that cannot be measured now is left for the next call."""
+        without a salt. One that cannot be measured now is left for the next call."""
+        disk = self._backing.tier
         if TierName.HOST in self._left:
             self._start_host()
         if TierName.DISK in self._left and disk is not None:
             self._left.remove(TierName.DISK)
-            job = measure_disk(disk, seed, self._block_bytes, self._most, self._clock)
+            job = measure_disk(disk, self._seed, self._block_bytes, self._most, self._clock)
             self._transfer.run(job, lambda outcome: self._end(TierName.DISK, outcome))
 
     def _start_host(self) -> None:

@@ -67,6 +67,9 @@ class InstantTransfer(TransferLoop):
         blocks = [BlockWrite(each.ref, each.namespace, each.salt, b"") for each in writes]
         self._submit(self._disk.write(blocks), done)
 
+    def wait(self, timeout_s: float) -> None:
+        """Whatever was submitted has ended."""
+
     def hurry(self) -> None:
         """It takes no time as it is."""
 

@@ -1,71 +1,51 @@
-"""Reporting: counts what requests find, and puts the store's statistics together."""
+"""Reporting: puts the store's statistics together from what its parts have counted."""
 
-from collections import Counter
-
+from kvstore.backing import Backing
 from kvstore.block import TierName
 from kvstore.eviction import Evictor
-from kvstore.lease import Lookup
+from kvstore.finding import Finder
 from kvstore.leasing import Leasing
 from kvstore.memory import Memory
 from kvstore.pinning import Pinning
 from kvstore.promotion import Promoter
 from kvstore.stats import StoreStats, TierStats
-from kvstore.tiers.base import BlockCopier, DiskTier
+from kvstore.tiers.base import BlockCopier
 from kvstore.transfer import TransferLoop
 from kvstore.write_behind import WriteBehind
 
 
 class Reporter:
-    """Owner thread only. Reads the other parts; changes nothing but its own counts."""
+    """Owner thread only. Reads the other parts; changes nothing."""
 
     def __init__(
         self,
         memory: Memory,
+        backing: Backing,
         copier: BlockCopier,
         transfer: TransferLoop,
+        finder: Finder,
         evictor: Evictor,
         promoter: Promoter,
         leasing: Leasing,
         write_behind: WriteBehind,
         pinning: Pinning,
     ) -> None:
-        self._layout = memory.layout
-        self._device = memory.device
-        self._host = memory.host
+        self._memory = memory
+        self._backing = backing
         self._copier = copier
         self._transfer = transfer
+        self._finder = finder
         self._evictor = evictor
         self._promoter = promoter
         self._leasing = leasing
         self._write_behind = write_behind
         self._pinning = pinning
-        self._events = memory.events
-        self._looked_up = 0
-        self._hits: Counter[str] = Counter()
-        self._misses: Counter[str] = Counter()
 
-    def count(self, lookup: Lookup, *, has_disk: bool) -> None:
-        """A request's prefix is known: count where its blocks were."""
-        if not lookup.is_counted:
-            return
-        missing = len(lookup.keys)
-        self._looked_up += missing
-        tiers = {TierName.DEVICE: self._device, TierName.HOST: self._host, TierName.DISK: has_disk}
-        for tier, is_on in tiers.items():
-            num_found = lookup.sources.count(tier) if missing else 0
-            self._hits[tier] += num_found
-            missing -= num_found
-            if is_on:
-                self._misses[tier] += missing
-        self._events.matched(
-            lookup.keys, lookup.sources, num_tokens=lookup.num_tokens, salt=lookup.salt
-        )
-
-    def stats(self, disk: DiskTier | None, disk_off: str, num_dirty: int) -> StoreStats:
-        """A snapshot. ``disk_off`` says why there is no disk tier."""
-        block_bytes, evicted = self._layout.block_bytes, self._evictor.evicted_blocks
+    def stats(self) -> StoreStats:
+        """See ``BlockStore.stats``."""
+        memory, finder, block_bytes = self._memory, self._finder, self._memory.layout.block_bytes
         tiers = {}
-        for name, pool in ((TierName.DEVICE, self._device), (TierName.HOST, self._host)):
+        for name, pool in ((TierName.DEVICE, memory.device), (TierName.HOST, memory.host)):
             used = pool.capacity - pool.num_free if pool else 0
             wrong = ""
             if name is TierName.HOST:
@@ -76,23 +56,23 @@ class Reporter:
                 capacity_bytes=pool.capacity * block_bytes if pool else 0,
                 used_bytes=used * block_bytes,
                 used_blocks=used,
-                hits=self._hits[name],
-                evicted_blocks=evicted[name],
-                misses=self._misses[name],
-                stored_blocks=self._events.stored_blocks[name],
-                removed_blocks=self._events.removed_blocks[name],
+                hits=finder.hits[name],
+                evicted_blocks=self._evictor.evicted_blocks[name],
+                misses=finder.misses[name],
+                stored_blocks=memory.events.stored_blocks[name],
+                removed_blocks=memory.events.removed_blocks[name],
                 pinned_blocks=self._pinning.count(name),
             )
-        tiers["disk"] = self._disk_stats(disk, disk_off)
+        tiers["disk"] = self._disk_stats()
         return StoreStats(
             tiers=tiers,
-            looked_up_blocks=self._looked_up,
+            looked_up_blocks=finder.looked_up_blocks,
             promoted_blocks=dict(self._promoter.promoted_blocks),
             demoted_blocks=self._evictor.demoted_blocks,
             failed_loads=dict(self._promoter.failed_loads),
             merged_blocks=self._leasing.merged_blocks,
             unreachable_blocks=len(self._evictor.unreachable()),
-            dirty_blocks=num_dirty,
+            dirty_blocks=len(memory.index.dirty),
             oldest_dirty_age_s=self._write_behind.oldest_age_s(),
             written=self._write_behind.counters,
             pending_transfers=self._transfer.num_pending,
@@ -106,18 +86,19 @@ class Reporter:
             written_bytes_last_day=self._write_behind.bytes_last_day.total(),
         )
 
-    def _disk_stats(self, tier: DiskTier | None, disk_off: str) -> TierStats:
-        disk = tier.stats() if tier else None
+    def _disk_stats(self) -> TierStats:
+        backing, events, finder = self._backing, self._memory.events, self._finder
+        disk = backing.tier.stats() if backing.tier else None
         return TierStats(
             state=disk.state if disk else "off",
-            reason=(disk.reason or "") if disk else disk_off or "disk_cache is not set",
+            reason=(disk.reason or "") if disk else backing.why_off or "disk_cache is not set",
             capacity_bytes=disk.capacity_bytes if disk else 0,
             used_bytes=disk.used_bytes if disk else 0,
             used_blocks=disk.blocks if disk else 0,
-            hits=self._hits["disk"],
+            hits=finder.hits["disk"],
             evicted_blocks=disk.evictions if disk else 0,
-            misses=self._misses["disk"],
-            stored_blocks=self._events.stored_blocks["disk"],
-            removed_blocks=self._events.removed_blocks["disk"],
+            misses=finder.misses["disk"],
+            stored_blocks=events.stored_blocks["disk"],
+            removed_blocks=events.removed_blocks["disk"],
             pinned_blocks=disk.pinned_blocks if disk else 0,
         )
