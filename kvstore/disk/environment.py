@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import threading
-import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from enum import Enum
@@ -23,10 +22,10 @@ from typing import Any, NoReturn
 
 import lmdb
 
-from kvstore.disk import departures, schema, startup
+from kvstore.disk import opening, startup
 from kvstore.disk.attach import MAX_PUBLISHED_BYTES, Attachment, Header, boot_id
 from kvstore.disk.gate import Gate
-from kvstore.disk.schema import Head, SealError, Usage
+from kvstore.disk.schema import Head
 from kvstore.disk.structure import DATA_FILE
 from kvstore.disk.writer_lock import WriterBusyError, WriterLock
 from kvstore.errors import KVStoreError, StoreClosedError, TierBrokenError
@@ -38,7 +37,6 @@ DEFAULT_CAPACITY_BYTES = 50 << 30
 OVERHEAD_BYTES = 128 << 10
 _SHARE_WAIT_S = 0.5  # for another process's start; a longer wait goes to the background
 _CREATE_WAIT_S = 10.0
-_MAX_READERS = 512
 
 
 class State(Enum):
@@ -48,7 +46,15 @@ class State(Enum):
 
 
 class Environment:
-    """Made and closed by ``registry`` only: one per directory and process."""
+    """Made and closed by ``registry`` only: one per directory and process.
+
+    index, payload, children, recency, namespaces, meta
+                      handles of the databases; others after the file was opened anew
+    generation        of the capacity that was adopted last
+    page_size         liblmdb's, bytes
+    reason            why the state is not ``OK``
+    waits_for_others  to open: another process checks or compacts
+    """
 
     def __init__(
         self,
@@ -66,7 +72,7 @@ class Environment:
         self.is_read_only = is_read_only
         self.num_users = 0
         self.is_inherited = False  # by a forked child
-        self.waits_for_others = False  # another process checks or compacts
+        self.waits_for_others = False
         self.reason: str | None = None
         self.generation = 0
         self.capacity_bytes = capacity_bytes or DEFAULT_CAPACITY_BYTES
@@ -153,9 +159,17 @@ class Environment:
         self._gate.marks = self.attachment.marks
         self._gate.enter()
         try:
-            self._open_lmdb()
+            self._lmdb = opening.open_file(
+                self.directory,
+                is_read_only=self.is_read_only,
+                is_synced=self.durability == "power",
+                has_locks=self.attachment.can_write,
+            )
+            stat = self.data_file.stat()
+            self._identity = (stat.st_dev, stat.st_ino)
             if is_new:
-                self._create()
+                with self._writing(self._lmdb.begin, _CREATE_WAIT_S) as txn:
+                    opening.create_databases(self._lmdb, txn, self.capacity_bytes)
             head = self._take_handles()
         except (lmdb.Error, OSError, WriterBusyError) as error:
             self._close_lmdb()
@@ -170,65 +184,15 @@ class Environment:
         self._state, self.reason = State.OK, None
         self._ready.set()
 
-    def _open_lmdb(self) -> None:
-        is_synced = self.durability == "power"
-        self._lmdb = lmdb.open(
-            str(self.directory),
-            map_size=0,  # as the file says
-            readonly=self.is_read_only,
-            sync=is_synced,
-            metasync=is_synced,
-            mode=0o600,
-            create=False,
-            max_readers=_MAX_READERS,
-            max_dbs=len(schema.DATABASES),
-            # A spare transaction keeps a reader slot, which a forked child would free at its end.
-            max_spare_txns=0,
-            lock=self.attachment.can_write,
-        )
-        stat = self.data_file.stat()
-        self._identity = (stat.st_dev, stat.st_ino)
-        if self.attachment.can_write:
-            self._lmdb.reader_check()
+    def _take_handles(self) -> Head | None:
+        opened = opening.take_handles(self._lmdb, self.directory)
+        self.index, self.payload, self.children = opened.index, opened.payload, opened.children
+        self.recency, self.namespaces = opened.recency, opened.namespaces
+        self.meta = opened.meta
+        return opened.head
 
     def _explain(self, error: Exception) -> TierBrokenError:
-        if isinstance(error, lmdb.LockError):
-            return TierBrokenError(
-                f"{self.directory}: a process of another container has our pid {self._pid}; start "
-                "this one with another pid (docker --pid=host), or give it its own directory",
-                tier="disk",
-            )
-        return TierBrokenError(f"{self.directory} cannot be opened: {error}", tier="disk")
-
-    def _create(self) -> None:
-        with self._writing(self._lmdb.begin, _CREATE_WAIT_S) as txn:
-            if txn.stat()["entries"]:
-                return  # another process was faster
-            for name in schema.DATABASES:
-                self._lmdb.open_db(name, txn=txn, dupsort=name == schema.CHILDREN)
-            meta = self._lmdb.open_db(schema.META, txn=txn)
-            head = Head(1, self.capacity_bytes, 1, 0, Usage())
-            txn.put(schema.SCHEMA_KEY, str(schema.SCHEMA_VERSION).encode(), db=meta)
-            txn.put(schema.UUID_KEY, uuid.uuid4().bytes, db=meta)
-            txn.put(schema.HEAD_KEY, head.encode(), db=meta)
-            departures.begin(txn, meta)
-
-    def _take_handles(self) -> Head | None:
-        """Take all handles; the head, or None where it is damaged (the writer rebuilds it)."""
-        self.meta = self._lmdb.open_db(schema.META, create=False)
-        with self._lmdb.begin() as txn:
-            version = txn.get(schema.SCHEMA_KEY, db=self.meta)
-            head = txn.get(schema.HEAD_KEY, db=self.meta)
-        schema.check_version(version, self.directory)
-        self.index = self._lmdb.open_db(schema.INDEX, create=False)
-        self.payload = self._lmdb.open_db(schema.PAYLOAD, create=False)
-        self.children = self._lmdb.open_db(schema.CHILDREN, create=False, dupsort=True)
-        self.recency = self._lmdb.open_db(schema.RECENCY, create=False)
-        self.namespaces = self._lmdb.open_db(schema.NAMESPACES, create=False)
-        try:
-            return Head.decode(head or b"")
-        except SealError:
-            return None
+        return opening.explain(self.directory, self._pid, error)
 
     # --- state ------------------------------------------------------------------------------------
 
@@ -407,6 +371,17 @@ class Environment:
             finally:
                 self.writer_lock.release()
 
+    def sync(self) -> None:
+        """fsync the file."""
+        self._gate.enter()
+        try:
+            if self._lmdb is not None and not self.is_read_only:
+                self._lmdb.sync(True)
+        finally:
+            self._gate.leave()
+
+    # --- what others read of us -------------------------------------------------------------------
+
     def publish(self, user: int, snapshot: Mapping[str, Any] | None) -> None:
         """Let others read what a user of this environment says of itself; None for no more.
 
@@ -419,15 +394,6 @@ class Environment:
             body = json.dumps(list(self._published.values())).encode()
             if self._state is State.OK and len(body) <= MAX_PUBLISHED_BYTES:
                 self.attachment.publish(body)
-
-    def sync(self) -> None:
-        """fsync the file."""
-        self._gate.enter()
-        try:
-            if self._lmdb is not None and not self.is_read_only:
-                self._lmdb.sync(True)
-        finally:
-            self._gate.leave()
 
     # --- going down -------------------------------------------------------------------------------
 
