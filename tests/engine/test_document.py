@@ -251,7 +251,19 @@ def terminal() -> Iterator[list[str]]:
 
 
 def test_reading_a_long_document_shows_progress_on_a_terminal(llm, monkeypatch):
-    monkeypatch.setattr("engine.llm._GLANCE_S", 0.0001)
+    bar, execute = transformers.utils.logging.tqdm, llm._core.runner.execute
+    has_looked = threading.Event()
+
+    def show(**settings):
+        has_looked.set()
+        return bar(**settings)
+
+    def compute(steps):
+        assert has_looked.wait(60)
+        return execute(steps)
+
+    monkeypatch.setattr(transformers.utils.logging, "tqdm", show)
+    monkeypatch.setattr(llm._core.runner, "execute", compute)
     with terminal() as shown:
         document = llm.document("A long document. " * 20)
     assert "reading" in shown[0]

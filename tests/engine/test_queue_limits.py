@@ -1,5 +1,6 @@
 """A full queue: who is refused, who is held back, and what is counted."""
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -84,23 +85,34 @@ def roomy_answers(tiny_model):
     return answer
 
 
-@pytest.mark.parametrize("host_blocks", [0, 12], ids=["disk", "host and disk"])
+@pytest.mark.parametrize("host_blocks", [0, 6], ids=["disk", "host and disk"])
 def test_a_preempted_sequence_resumes_by_promotion(
     make_llm, record_steps, roomy_answers, tiny_prompts, tmp_path, host_blocks
 ):
-    """Two answers of 24 blocks on a device of 32: the second one's blocks go, and come back. Of
-    what was computed, only the part of a block is computed again."""
+    """Two answers of 12 blocks on a device of 16. When both have eight, the second one gives up its
+    seven and a part; the first one takes the room of the part and of three, and those come back.
+
+    That is so when both begin in one step: the later the second one comes, the fewer it has by
+    then, and the fewer have to go. So they are posted together, and their prompts are on the
+    device: no answer from disk comes between them.
+    """
     block = 2 * 2 * 16 * 2 * 16 * 4
     tight = make_llm(
-        device_cache=32 * block,
+        max_model_len=256,
+        device_cache=16 * block,
         host_cache=host_blocks * block,
         disk_cache=tmp_path / "cache",
     )
+    prompts, params = [tiny_prompts[2][:110], tiny_prompts[0][:100]], replace(LONG, max_tokens=80)
+    tight.generate(prompts, replace(GREEDY, max_tokens=1))
     steps = record_steps(tight)
-    prompts, params = [tiny_prompts[0][:100], tiny_prompts[2][:110]], replace(LONG, max_tokens=270)
-    outputs = tight.generate(prompts, params)
-    preemptions, promoted = tight.queue_stats().preemptions, tight.stats().promoted_blocks
-    assert preemptions > 0
-    assert sum(promoted.values()) >= 8
-    assert steps.num_tokens <= 210 + 2 * 269 + 16 * preemptions
+    both_are_there = threading.Event()
+    tight._core.post(both_are_there.wait)
+    answers = [tight.start(prompt, params) for prompt in prompts]
+    both_are_there.set()
+    outputs = [each.result(60) for each in answers]
+    assert tight.queue_stats().preemptions == 1
+    assert sum(tight.stats().promoted_blocks.values()) == 3
+    the_part = (100 + 18) % 16  # the first one's ninth block begins with its 19th new token
+    assert steps.num_tokens == 110 % 16 + 100 % 16 + 2 * 79 + the_part
     assert [each.outputs[0].token_ids for each in outputs] == roomy_answers(prompts, params)
