@@ -54,8 +54,16 @@ class Evictor:
     @property
     def available_blocks(self) -> int:
         """Device blocks that are free, or can be once copies under way have ended."""
-        held = 0 if self._host else sum(slot in self.policy for slot in self._held)
-        return self._device.num_free + len(self.policy) - held
+        num_staying = 0
+        if not self._may_demote:
+            on_host = self._index.host
+            num_staying = sum(slot in self.policy and on_host[slot] == NONE for slot in self._held)
+        return self._device.num_free + len(self.policy) - num_staying
+
+    @property
+    def _may_demote(self) -> bool:
+        """Whether host takes victims."""
+        return self._host is not None and not self.host_failure
 
     def make_device_room(self, count: int, keep: Set[int] = frozenset()) -> bool:
         """Whether ``count`` device blocks are free now, evicting victims if that makes them so.
@@ -127,13 +135,13 @@ class Evictor:
         """Victims in the policy's order after those that are ``lost``, but no block before its
         children on the device."""
         index, chosen, passed_over = self._index, dict[int, None](), list[int]()
+        may_demote = self._may_demote
         first = (slot for slot in lost if slot in self.policy)
         for slot in chain(first, self.policy.victims()):
             if len(chosen) == count:
                 break
             if slot in chosen:
                 continue
-            may_demote = self._host is not None and not self.host_failure
             is_last_copy = not may_demote and index.host[slot] == NONE
             if slot in keep or (slot in self._held and is_last_copy):
                 continue

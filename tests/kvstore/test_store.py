@@ -177,6 +177,21 @@ def test_copies_to_host_that_fail_do_not_hold_up_eviction(make_engine, caplog):
     assert len(said) == 1
 
 
+def test_a_pinned_block_that_host_cannot_take_is_not_counted_as_available(make_engine):
+    """Who waited for the room it was promised used to wait for ever."""
+    device = HostPool(5, LAYOUT.block_bytes)
+    engine = make_engine(device=device, copier=FailingCopier(device), host_blocks=8)
+    engine.run(A + END)
+    with engine.store.pin(engine.look_up(A + END)):
+        with pytest.raises(OutOfBlocksError):
+            engine.store.reserve(engine.look_up(FILL + B), 17)
+        engine.store.run_until_idle(10.0)
+        assert engine.store.stats().tiers["host"].state == "degraded"
+        with pytest.raises(OutOfBlocksError) as raised:
+            engine.store.reserve(engine.look_up(FILL + B), 17)
+        assert (raised.value.needed_blocks, raised.value.available_blocks) == (5, 4)
+
+
 def test_memory_victims_are_found_on_disk(make_engine):
     disk = MemoryDisk()
     engine = make_engine(4, disk=disk)
