@@ -80,7 +80,6 @@ class DiskConfig:
     on_corruption: Literal["set_aside", "raise"] = "set_aside"  # a structurally damaged file
     codec: str = "raw"
     group_commit_bytes: int = 16 << 20  # one transaction writes at most this much payload
-    group_commit_s: float = 0.05  # and a block waits at most this long for company
     disk_high_watermark: float = 0.90  # fill of the map's pages at which eviction starts
     disk_low_watermark: float = 0.80  # and at which it stops
     free_space_floor: int | str = "auto"  # bytes left free on the volume; 5 % or 2 GiB, the smaller
@@ -93,7 +92,6 @@ class DiskConfig:
         _check_choice(self, "durability", ("process", "power"))
         _check_choice(self, "on_corruption", ("set_aside", "raise"))
         _check_at_least(self, "group_commit_bytes", 1)
-        _check_at_least(self, "group_commit_s", 0)
         _check_at_least(self, "touch_interval_s", 0)
         _check_watermarks(self, "disk_high_watermark", "disk_low_watermark")
         if self.free_space_floor != "auto":

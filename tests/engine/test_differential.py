@@ -118,7 +118,6 @@ class Workload:
             "scheduling_policy": rng.choice(["fcfs", "longest_prefix"]),
             "store_config": {
                 "dirty_max_age_s": rng.choice([0.0, 0.005, 100.0]),
-                "group_commit_s": 0.0,
                 "namespace_quota": rng.choice([None, size * 12]),
                 "policy": rng.choice(["lru", "slru", "s3-fifo"]),
                 "min_hits": rng.randint(1, 2),
