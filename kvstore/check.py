@@ -24,12 +24,13 @@ def check(store: "BlockStore") -> list[str]:
 def _slots(store: "BlockStore") -> list[str]:
     """Each key has one slot, each used slot has a copy, children hang on their parent's key."""
     index, wrong = store.index, []
+    children = {parent: set(index.children(parent)) for parent in set(index.parent_key)}
     for key, slot in index.slots.items():
         if index.key[slot] != key:
             wrong.append(f"slot {slot} is filed under another block's key")
         if index.device[slot] == index.host[slot] == NONE:
             wrong.append(f"slot {slot} has no copy")
-        if slot not in list(index.children(index.parent_key[slot])):
+        if slot not in children[index.parent_key[slot]]:
             wrong.append(f"slot {slot} is not among its parent's children")
         is_root = index.depth[slot] == 0 or index.parent_key[slot] in index.slots
         if is_root == (slot in index.cut_off):

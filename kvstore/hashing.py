@@ -37,6 +37,15 @@ def encode_tokens(token_ids: Sequence[int]) -> bytes:
     return ids.astype("<u4").tobytes()
 
 
+def num_equal_tokens(one: bytes, other: bytes) -> int:
+    """How many leading tokens two encoded sequences share."""
+    end = min(len(one), len(other))
+    if one[:end] == other[:end]:
+        return end // 4
+    first = next(i for i in range(end) if one[i] != other[i])
+    return first // 4
+
+
 def namespace_id(identity: Mapping[str, Any]) -> bytes:
     """Digest of a model identity: equal dictionaries give equal ids in any insertion order."""
     packed: bytes = msgpack.packb(_canonical(identity), use_bin_type=True)

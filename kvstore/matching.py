@@ -11,7 +11,7 @@ from itertools import islice
 
 from kvstore.block import TierName
 from kvstore.costs.cost import CostModel, LoadReason
-from kvstore.hashing import chain_blocks, chain_seed, salt_digest
+from kvstore.hashing import chain_blocks, chain_seed, num_equal_tokens, salt_digest
 from kvstore.index import FAILED, LOADING, NONE, VALID
 from kvstore.lease import Lookup, PartialMatch
 from kvstore.memory import Memory
@@ -156,7 +156,7 @@ class Matcher:
         index, parent = self._index, lookup.parent(num_cached)
         best: PartialMatch | None = None
         for slot in islice(index.children(parent), _MOST_SIBLINGS):
-            num_tokens = _num_equal(index.tokens[slot], wanted)
+            num_tokens = num_equal_tokens(index.tokens[slot], wanted)
             if num_tokens < self._min_partial or num_tokens == self._layout.block_size:
                 continue
             if index.device[slot] != NONE and index.loading[slot] == VALID:
@@ -178,10 +178,10 @@ class Matcher:
         """A whole block is read for its head: worth it for half of one."""
         least = max(self._min_partial, self._layout.block_size // 2)
         refs = [ref for ref in lookup.below if ref.parent == parent] if may_load else []
-        best = max(refs, key=lambda ref: _num_equal(ref.tokens, wanted), default=None)
+        best = max(refs, key=lambda ref: num_equal_tokens(ref.tokens, wanted), default=None)
         if best is None or best.key in lookup.given_up:
             return None
-        num_tokens = _num_equal(best.tokens, wanted)
+        num_tokens = num_equal_tokens(best.tokens, wanted)
         if not least <= num_tokens < self._layout.block_size:
             return None
         return PartialMatch(best, NONE, TierName.DISK, num_tokens)
@@ -234,12 +234,3 @@ class Matcher:
             tier: self._cost.queued_bytes(tier) - ours[tier] * self._layout.block_bytes
             for tier in (TierName.HOST, TierName.DISK)
         }
-
-
-def _num_equal(tokens: bytes, wanted: bytes) -> int:
-    """Leading tokens that are equal."""
-    end = min(len(tokens), len(wanted))
-    if tokens[:end] == wanted[:end]:
-        return end // 4
-    first = next(i for i in range(end) if tokens[i] != wanted[i])
-    return first // 4

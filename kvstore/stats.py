@@ -20,8 +20,9 @@ class TierStats:
     hits             blocks that requests found here, the fastest tier that held them
     evicted_blocks   blocks that left to make room for others
     misses           blocks that neither a faster tier held nor this one
-    stored_blocks    blocks it came to hold since the store was opened; of disk, what this process
-    removed_blocks   wrote, and blocks that left it; of disk, what this process evicted or cleared
+    stored_blocks    blocks it came to hold since the store was opened; of disk, those this process
+                     wrote
+    removed_blocks   blocks that left it since; of disk, those this process evicted or cleared
     pinned_blocks    of those it holds, what pins protect; on disk, those of all processes
     """
 
@@ -48,7 +49,11 @@ class StoreStats:
     failed_loads         by reason; each shortened a request's match
     merged_blocks        computed twice, one copy kept
     unreachable_blocks   held in memory while an ancestor is in no tier
-    load_decisions       reservations by what was decided about loading (``cost.LoadReason``)
+    dirty_blocks         in memory and not on disk yet; 0 without a disk tier
+    oldest_dirty_age_s   how long the oldest of them has been dirty, 0.0 for none
+    written              blocks and bytes written to disk since the store was opened
+    pending_transfers    under way now
+    load_decisions       reservations by what was decided about loading (``LoadReason``)
     block_bytes          of one block in memory
     promote_seconds      how long loads took, by tier, and of that
     queue_seconds        how long they waited behind other loads

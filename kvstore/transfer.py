@@ -40,7 +40,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Done = Callable[[T | KVStoreError], None]
 
-
 _SLICE_BYTES = 1 << 20  # written at once while the model runs: about a millisecond of copying
 _DUTY = 0.25  # share of the time that such slices may take
 

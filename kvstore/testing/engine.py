@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from kvstore.errors import OutOfBlocksError
 from kvstore.hashing import encode_tokens
-from kvstore.lease import Lease, Lookup, LookupState
+from kvstore.lease import Lease, Lookup
 from kvstore.store import BlockStore
 from kvstore.tiers.host import HostPool
 
@@ -53,7 +53,7 @@ class FakeEngine:
     def look_up_memory(self, token_ids: Sequence[int]) -> Lookup:
         """A lookup that takes an unanswered probe for a miss."""
         lookup = self.store.lookup(encode_tokens(token_ids))
-        lookup.state = LookupState.READY
+        self.store.stop_probing(lookup)
         return lookup
 
     def reserve(self, lookup: Lookup, num_tokens: int) -> Lease:

@@ -13,7 +13,14 @@ import numpy as np
 
 from kvstore.costs.cost import LoadDecision, LoadReason
 from kvstore.disk.browse import Browser
-from kvstore.hashing import chain_blocks, chain_seed, encode_tokens, namespace_id, salt_digest
+from kvstore.hashing import (
+    chain_blocks,
+    chain_seed,
+    encode_tokens,
+    namespace_id,
+    num_equal_tokens,
+    salt_digest,
+)
 from kvstore.why.dates import find_dates
 from kvstore.why.explanation import DEPARTED, Asked, Cause, Difference, Elsewhere, Explanation
 
@@ -100,7 +107,7 @@ class _Match:
             on_disk = self._browser.children(self.parent, _MOST_SIBLINGS)
             candidates = [*self._siblings, *((key, record.tokens) for key, record in on_disk)]
             for key, tokens in candidates:
-                equal = num_equal(tokens, wanted)
+                equal = num_equal_tokens(tokens, wanted)
                 if self._nearest is None or equal > self._nearest[2]:
                     self._nearest = key, tokens, equal
         return self._nearest
@@ -118,14 +125,6 @@ def _reuse_unit(identity: Mapping[str, Any]) -> int:
     run = identity.get("deterministic")
     unit = run.get("chunk_tokens", 1) if isinstance(run, Mapping) else 1
     return unit if isinstance(unit, int) and unit > 0 else 1
-
-
-def num_equal(tokens: bytes, wanted: bytes) -> int:
-    """Leading tokens that are equal."""
-    end = min(len(tokens), len(wanted)) // 4
-    one, other = (np.frombuffer(each, "<u4", count=end) for each in (tokens, wanted))
-    (different,) = np.nonzero(one != other)
-    return int(different[0]) if len(different) else end
 
 
 # ---- the first difference ----------------------------------------------------------------------
