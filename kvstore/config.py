@@ -8,8 +8,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-import platformdirs
-
 from kvstore.errors import ConfigError
 
 _UNITS = {"": 1, "B": 1}
@@ -39,6 +37,8 @@ def parse_size(value: int | str, name: str = "size") -> int:
 
 def cache_home() -> Path:
     """Where models and default caches live: ``KVSTORE_HOME``, else the user's cache directory."""
+    import platformdirs  # here, for the disk tier alone does without it
+
     home = os.environ.get("KVSTORE_HOME")
     try:
         return Path(home).expanduser() if home else platformdirs.user_cache_path("kvstore")

@@ -1,6 +1,6 @@
 """The disk tier: one LMDB environment per directory, checked, bounded, shared by processes.
 
-A synchronous, thread-safe library of its own: needs numpy, lmdb, msgpack and xxhash, knows no
+A synchronous library of its own: needs numpy, lmdb, msgpack and xxhash, knows no
 torch, no asyncio, and nothing of the memory tiers.
 """
 

@@ -139,7 +139,9 @@ def test_cache_is_found_through_a_relative_path(
         assert (directory / "data.mdb").exists()
 
 
-@pytest.mark.parametrize("banned", ["torch", "triton", "transformers", "asyncio", "engine"])
+@pytest.mark.parametrize(
+    "banned", ["torch", "triton", "transformers", "platformdirs", "asyncio", "engine"]
+)
 def test_disk_library_is_imported_without(banned: str) -> None:
     import subprocess
     import sys
