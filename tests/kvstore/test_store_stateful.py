@@ -21,7 +21,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvstore.block import BlockLayout
+from kvstore.block import BlockLayout, TierName
 from kvstore.config import StoreConfig
 from kvstore.errors import (
     BlockMissingError,
@@ -284,9 +284,18 @@ class StoreMachine(RuleBasedStateMachine):
         self.disk_pins = [each for each in self.disk_pins if each[1][-1:] != lookup.keys[-1:]]
         self.store.unpin(lookup, lambda had_one: None)
 
-    @rule()
-    def clear_disk(self):
-        self.store.clear_disk("", lambda kept: None)
+    @rule(salt=SALTS)
+    def clear_disk(self, salt):
+        self.store.clear_disk(salt, lambda kept: None)
+
+    @rule(tokens=PROMPTS, salt=SALTS, follows=st.sampled_from([0, 1, 2]))
+    def forget(self, tokens, salt, follows):
+        """A sequence, and what continues it with the next few of the prompt's tokens."""
+        size, encoded = LAYOUT.block_size, self.encode(tokens)
+        num_blocks = max(0, len(tokens) - follows) // size
+        lookup = self.store.lookup(encoded, salt, num_reusable=num_blocks * size, peek=True)
+        beginning = encoded[4 * num_blocks * size :][: 4 * follows]
+        self.store.forget(lookup, beginning, lambda outcome: None)
 
     @invariant()
     def no_pinned_block_is_lost_on_disk(self):
@@ -310,9 +319,13 @@ class StoreMachine(RuleBasedStateMachine):
     def advance(self, seconds):
         self.clock.advance(seconds)
 
+    @rule(tier=st.sampled_from([None, TierName.DEVICE, TierName.HOST]), salt=st.none() | SALTS)
+    def reset(self, tier, salt):
+        self.store.reset(tier, salt)
+
     @rule()
-    def reset(self):
-        self.store.reset()
+    def measure(self):
+        self.store.measure()
 
     @precondition(lambda self: self.disk is not None)
     @rule()
