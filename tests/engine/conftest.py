@@ -1,5 +1,6 @@
 import random
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -147,3 +148,32 @@ class Steps:
 @pytest.fixture
 def record_steps(monkeypatch) -> Callable[[LLM], Steps]:
     return lambda llm: Steps(llm, monkeypatch)
+
+
+@pytest.fixture
+def hold_first(monkeypatch) -> Callable[..., Callable[[], None]]:
+    """Makes an engine stand still when a first sample has so many tokens, until that sample is
+    aborted or what this returns is called: whatever a test does meanwhile comes in time."""
+
+    def hold(llm: LLM, num_tokens: int = 1) -> Callable[[], None]:
+        scheduler = llm._core.scheduler
+        schedule, held, is_over = scheduler.schedule, [], threading.Event()
+
+        def schedule_unless_held():
+            if not held:
+                held[:] = [
+                    each
+                    for each in scheduler.running
+                    if len(each.token_ids) - each.num_prompt >= num_tokens
+                ]
+            is_held = any(each in scheduler.running for each in held)
+            return [] if is_held and not is_over.is_set() else schedule()
+
+        def go_on():
+            is_over.set()
+            llm._core.look_again()
+
+        monkeypatch.setattr(scheduler, "schedule", schedule_unless_held)
+        return go_on
+
+    return hold

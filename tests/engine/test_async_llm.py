@@ -61,7 +61,8 @@ def test_closing_the_iterator_gives_the_blocks_back(llm):
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
-def test_cancelling_the_task_gives_the_blocks_back(llm, is_streamed):
+def test_cancelling_the_task_gives_the_blocks_back(llm, hold_first, is_streamed):
+    hold_first(llm._llm)
     core = llm._llm._core
 
     async def main():

@@ -40,7 +40,7 @@ def steps(llm, record_steps):
 
 def wait_until_it_has(generation, num_tokens):
     while len(generation.so_far().outputs[0].token_ids) < num_tokens:
-        assert not generation.is_finished
+        pass
 
 
 @pytest.mark.parametrize("num_prompt", [5, 32, 40])
@@ -91,17 +91,18 @@ def test_samples_that_lose_their_blocks_go_on_with_the_same_tokens(make_llm, tin
     assert ids(output) == ids(expected)
 
 
-def test_a_fork_of_a_running_answer_goes_on_like_it(llm, steps, tiny_prompts):
+def test_a_fork_of_a_running_answer_goes_on_like_it(llm, steps, hold_first, tiny_prompts):
+    go_on = hold_first(llm, 20)
     first = llm.start(tiny_prompts[2][:50], LONG)
     wait_until_it_has(first, 20)
     second = first.fork()
-    assert not first.is_finished
+    go_on()
     answer, branch = first.result(60), second.result(60)
     whole = answer.prompt_token_ids + answer.outputs[0].token_ids
     again = branch.prompt_token_ids + branch.outputs[0].token_ids
     assert again[: len(whole)] == whole
     # All that the first had computed at that moment: every token but its newest.
-    assert branch.num_cached_tokens == len(branch.prompt_token_ids) - 1 >= 50 + 19
+    assert branch.num_cached_tokens == len(branch.prompt_token_ids) - 1 == 50 + 19
     assert branch.metrics.computed_tokens == 1
     assert steps.num_tokens == 50 + 299 + 300
 
@@ -149,10 +150,12 @@ def test_a_fork_may_draw_samples_of_its_own(llm, steps, tiny_prompts):
     assert branch.prompt_token_ids == [*tiny_prompts[3][:20], *answer.outputs[0].token_ids, 7]
 
 
-def test_a_fork_before_the_prompt_is_computed_shares_the_prompt(make_llm, tiny_prompts):
+def test_a_fork_before_the_prompt_is_computed_shares_the_prompt(make_llm, hold_first, tiny_prompts):
     llm = make_llm(max_num_batched_tokens=16, max_num_seqs=4)
+    go_on = hold_first(llm, 0)
     first = llm.start(tiny_prompts[0], GREEDY)
     second = first.fork()
+    go_on()
     assert ids(second.result(60)) == ids(first.result(60))
     assert first.result().metrics.computed_tokens + second.result().metrics.computed_tokens <= (
         len(tiny_prompts[0]) + 16
@@ -186,7 +189,8 @@ def test_who_stops_reading_an_answer_aborts_it(llm, tiny_prompts):
     assert other.result(60).finished
 
 
-def test_an_answer_can_be_aborted_by_its_id(llm, tiny_prompts):
+def test_an_answer_can_be_aborted_by_its_id(llm, hold_first, tiny_prompts):
+    hold_first(llm)
     first = llm.start(tiny_prompts[0], LONG, request_id="mine")
     with pytest.raises(ConfigError, match="request_id: 'mine' is running already"):
         llm.start(tiny_prompts[1], GREEDY, request_id="mine")

@@ -12,13 +12,20 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 LONG = replace(GREEDY, max_tokens=400)
 
 
-def start_running(llm, prompt):
-    generation = llm.start(prompt, LONG)
-    assert llm._core.wait_for(lambda: bool(llm._core.scheduler.running), timeout=60)
-    return generation
+@pytest.fixture
+def start_running(hold_first):
+    def start(llm, prompt):
+        hold_first(llm)
+        generation = llm.start(prompt, LONG)
+        assert llm._core.wait_for(lambda: bool(llm._core.scheduler.running), timeout=60)
+        return generation
+
+    return start
 
 
-def test_a_request_beyond_max_num_waiting_is_refused_and_counted(make_llm, tiny_prompts):
+def test_a_request_beyond_max_num_waiting_is_refused_and_counted(
+    make_llm, start_running, tiny_prompts
+):
     llm = make_llm(max_num_seqs=1, max_num_waiting=2)
     running = start_running(llm, tiny_prompts[0][:20])
     waiting = [llm.start(prompt, GREEDY) for prompt in tiny_prompts[1:3]]
@@ -35,7 +42,7 @@ def test_a_request_beyond_max_num_waiting_is_refused_and_counted(make_llm, tiny_
     assert waiting[1].result(60).finished
 
 
-def test_tokens_of_prompt_and_answer_count_until_the_end(make_llm, tiny_prompts):
+def test_tokens_of_prompt_and_answer_count_until_the_end(make_llm, start_running, tiny_prompts):
     llm = make_llm(max_total_tokens=450)
     running = start_running(llm, tiny_prompts[0][:20])
     with pytest.raises(QueueFullError, match=r"48 tokens .* 420 of other .*max_total_tokens \(450"):
@@ -60,8 +67,9 @@ def test_generate_fails_for_a_prompt_that_will_never_fit(make_llm, tiny_prompts)
     assert llm.generate([tiny_prompts[0][:20]], GREEDY)[0].finished
 
 
-def test_a_prompt_that_is_held_back_can_be_aborted(make_llm, tiny_prompts):
+def test_a_prompt_that_is_held_back_can_be_aborted(make_llm, hold_first, tiny_prompts):
     llm = make_llm(max_num_seqs=1, max_num_waiting=1)
+    hold_first(llm)
     stream = llm.generate(tiny_prompts[:4], LONG, stream=True)
     next(stream)
     assert llm._core.wait_for(lambda: llm._core.queue_stats().held_requests == 2, timeout=60)

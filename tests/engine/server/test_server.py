@@ -325,7 +325,8 @@ def test_an_unknown_path_is_an_error_of_the_same_shape(server):
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
-def test_a_client_that_goes_away_aborts_its_request(server, llm, is_streamed):
+def test_a_client_that_goes_away_aborts_its_request(server, llm, hold_first, is_streamed):
+    hold_first(llm._llm)
     core = llm._llm._core
     body = {"model": MODEL, "prompt": "Once upon", "max_tokens": 500, "ignore_eos": True}
     payload = json.dumps(body | {"stream": is_streamed}).encode()
