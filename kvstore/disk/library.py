@@ -15,7 +15,7 @@ from typing import Any
 from kvstore.block import BlockRef, BlockWrite, PutOutcome
 from kvstore.config import DiskConfig, parse_size
 from kvstore.disk.store import DiskStats, DiskStore
-from kvstore.errors import BlockMissingError, CorruptBlockError
+from kvstore.errors import BlockMissingError, ConfigError, CorruptBlockError
 from kvstore.hashing import block_key, chain_seed, namespace_id
 
 
@@ -35,9 +35,11 @@ def open_disk(
     Raises ``ConfigError`` and ``TierBrokenError`` as ``DiskStore.open`` does.
     """
     identity = {"name": namespace} if isinstance(namespace, str) else dict(namespace)
+    identity = {**identity, "kind": "opaque"}
+    _namespace(identity)
     capacity_bytes = None if capacity is None else parse_size(capacity, "capacity")
     store = DiskStore.open(path, capacity_bytes=capacity_bytes, config=config)
-    return DiskCache(store, {**identity, "kind": "opaque"})
+    return DiskCache(store, identity)
 
 
 class DiskCache:
@@ -49,7 +51,7 @@ class DiskCache:
 
     def __init__(self, store: DiskStore, identity: Mapping[str, Any]) -> None:
         self._store = store
-        self._namespace = namespace_id(identity)
+        self._namespace = _namespace(identity)
         self._seed = chain_seed(self._namespace)
         self._writing = threading.Lock()  # the store has one writer thread: one at a time here
         with self._writing:
@@ -122,3 +124,14 @@ class DiskCache:
     def _ref(self, key: bytes) -> BlockRef:
         """A root block whose "tokens" are the caller's key: the same rule gives its block key."""
         return BlockRef(block_key(self._seed, key), self._seed, key, 0)
+
+
+def _namespace(identity: Mapping[str, Any]) -> bytes:
+    """Its id. Raises ``ConfigError`` for a mapping that has none."""
+    try:
+        return namespace_id(identity)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ConfigError(
+            "namespace: expected a name, or a mapping of names to texts, numbers, bytes, and lists "
+            f"and mappings of these ({error})"
+        ) from error

@@ -25,6 +25,7 @@ Does not know LMDB's pages, processes or files.
 import struct
 from collections.abc import Collection
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -265,12 +266,28 @@ def _unpack(body: bytes, lengths: Collection[int]) -> tuple[int, ...]:
 
 
 def decode_identity(namespace: bytes, value: Any) -> dict[str, Any]:
-    """What a namespace was registered as; empty when it was not, or cannot be read any more."""
+    """What a namespace was registered as, in values that JSON has; empty when it was not, or cannot
+    be read any more."""
     try:
-        identity = msgpack.unpackb(unseal(namespace, value or b""))
-    except (SealError, ValueError, msgpack.UnpackException):
+        identity = msgpack.unpackb(unseal(namespace, value or b""), strict_map_key=False)
+        return _readable(identity) if isinstance(identity, dict) else {}
+    except (SealError, ValueError, msgpack.UnpackException, RecursionError):
         return {}
-    return identity if isinstance(identity, dict) else {}
+
+
+def _readable(value: Any) -> Any:
+    """As JSON has it: what an identity is made of is up to its caller, and commands print it."""
+    if isinstance(value, dict):
+        return {
+            key if isinstance(key, str) else str(_readable(key)): _readable(each)
+            for key, each in value.items()
+        }
+    if isinstance(value, list):
+        return [_readable(each) for each in value]
+    if isinstance(value, bytes):
+        return f"0x{value.hex()}"
+    is_json = value is None or isinstance(value, bool | int | str)
+    return value if is_json or (isinstance(value, float) and isfinite(value)) else str(value)
 
 
 def usage_key(namespace: bytes, salt: bytes) -> bytes:

@@ -1,14 +1,16 @@
 """The disk tier as a library: opaque payloads under keys of the caller."""
 
+import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from disk_case import Child, damage_payload, problems_on_disk
 
 from kvstore.block import PutOutcome
 from kvstore.disk import open_disk
-from kvstore.disk.offline import summarize
+from kvstore.disk.offline import export_documents, import_documents, summarize
 from kvstore.errors import ConfigError
 
 STORED, PRESENT, _, FULL = PutOutcome
@@ -116,6 +118,44 @@ def test_another_process_sees_what_was_put(directory: Path) -> None:
             assert child.hear() == "from the parent"
             child.end()
         assert cache.get(b"b") == b"from the child"
+
+
+def test_a_namespace_of_any_values_is_readable_as_json(directory: Path) -> None:
+    namespace = {
+        "model": b"\x01x",
+        "dtype": float("inf"),
+        "block_size": 2**63,
+        "layout": [{"of": (b"\xff", None, True)}],
+        "a\x1bb": {"é": -1.5},
+    }
+    with open_disk(directory, namespace=namespace, capacity="8MiB") as cache:
+        cache.put(b"a", b"payload")
+        (described,) = cache._store.namespaces().values()
+    assert described == {
+        "model": "0x0178",
+        "dtype": "inf",
+        "block_size": 2**63,
+        "layout": [{"of": ["0xff", None, True]}],
+        "a\x1bb": {"é": -1.5},
+        "kind": "opaque",
+    }
+    with open_disk(directory, namespace=namespace) as cache:
+        assert cache.get(b"a") == b"payload"
+    (row,) = json.loads(json.dumps(summarize(directory), allow_nan=False))["namespaces"]
+    assert (row["model"], row["dtype"], row["block_size"]) == ("0x0178", "inf", 2**63)
+    with (directory.parent / "all.kv").open("w+b") as file:
+        export_documents(directory, file, namespace="0x0178")
+        file.seek(0)
+        assert import_documents(directory.parent / "target", file)["blocks"] == 1
+
+
+@pytest.mark.parametrize(
+    "namespace", [{"a": {1, 2}}, {"a": 2**65}, {"a": "\udcff"}, {1: 2, "a": 3}, {"a": object()}]
+)
+def test_a_namespace_without_an_identity_is_refused(directory: Path, namespace: Any) -> None:
+    with pytest.raises(ConfigError, match="namespace: expected a name, or a mapping"):
+        open_disk(directory, namespace=namespace)
+    assert not directory.exists()
 
 
 def test_nonsense_capacity_is_refused(directory: Path) -> None:
