@@ -55,7 +55,7 @@ class Branch:
         self.hits = max(self.hits, record.hits)
         self.touched = max(self.touched, record.touched)
         if len(self.token_ids) < HEAD_TOKENS:
-            self.token_ids = (self.token_ids + _tokens(record))[:HEAD_TOKENS]
+            self.token_ids = (self.token_ids + token_ids_of(record))[:HEAD_TOKENS]
 
 
 def branches(
@@ -166,7 +166,7 @@ def _head(path: list[tuple[_Sums, bytes]], start: int) -> list[int]:
     return found[:HEAD_TOKENS]
 
 
-def _tokens(record: Record) -> list[int]:
+def token_ids_of(record: Record) -> list[int]:
     """Of a block, where they are tokens: other engines may keep something else there."""
     found: list[int] = np.frombuffer(record.tokens, "<u4").tolist() if record.num_tokens else []
     return found

@@ -19,10 +19,10 @@ from kvstore.disk.compact import compact, require_alone
 from kvstore.disk.environment import Environment
 from kvstore.disk.evict import evict
 from kvstore.disk.schema import Head, Record, SealError, Usage
-from kvstore.disk.selection import ancestors, find_block, matching_namespaces
-from kvstore.disk.slices import existing, reading, slices
-from kvstore.disk.store import open_for_change
+from kvstore.disk.selection import matching_namespaces
+from kvstore.disk.slices import reading, slices
 from kvstore.disk.structure import DATA_FILE
+from kvstore.disk.unpin import unpin
 from kvstore.disk.verify import verify
 from kvstore.errors import TierBrokenError
 
@@ -178,38 +178,3 @@ def _row(key: bytes, record: Record, *, with_tokens: bool) -> dict[str, Any]:
         tokens = record.tokens if record.num_tokens else b""
         row["token_ids"] = np.frombuffer(tokens, "<u4").tolist()
     return row
-
-
-def unpin(
-    path: str | Path,
-    *,
-    namespace: str | None = None,
-    document: str | None = None,
-    dry_run: bool = False,
-) -> dict[str, int]:
-    """Release pins that were written to disk: ``{"pins"}``, how many. Blocks stay cached.
-
-    namespace   the beginning of an id, or a model's name; None for all
-    document    the beginning of a block's key (hex): pins of that block, of what it continues and
-                of what continues it; None for all
-    """
-    with reading(path) as env:
-        if env is None:
-            return {"pins": 0}
-        wanted = matching_namespaces(env, namespace)
-        block = None if document is None else find_block(env, document)
-        above = set() if block is None else {visit.key for visit in ancestors(env, block)}
-        with env.read() as txn:
-            live = [key for until, key in pins.rows(env, txn) if until > time.time()]
-        keys = []
-        for key in live:
-            path_to = [visit.key for visit in ancestors(env, key)]
-            with env.read() as txn:
-                record = schema.decode_record(key, txn.get(key, db=env.index) or b"")
-            is_meant = block is None or block in {*path_to, key} or key in above
-            if is_meant and (wanted is None or record.namespace in wanted):
-                keys.append(key)
-    if not keys or dry_run:
-        return {"pins": len(keys)}
-    with open_for_change(existing(path, is_read_only=False), "unpin") as store:
-        return {"pins": sum(store.unpin(key) for key in keys)}

@@ -110,8 +110,8 @@ def _ancestors_alone(
 ) -> Iterator[Chosen]:
     """What leads to the document and to nothing else, nearest first."""
     assert conditions.document is not None
-    for visit, num_children in _ancestors(env, conditions.document):
-        stays, is_pinned = num_children > 1, below.is_pinned
+    for visit in _ancestors(env, conditions.document):
+        stays, is_pinned = visit.num_children > 1, below.is_pinned
         path = [_Below(), _Below(stays, is_pinned, below.last_order, is_end=False)]
         found = _leave(path, visit, conditions, max_order)
         if found is None:
@@ -122,27 +122,29 @@ def _ancestors_alone(
 
 def ancestors(env: Environment, key: bytes) -> list[Visit]:
     """What the block continues, root first."""
-    return [visit for visit, _ in _ancestors(env, key)][::-1]
+    return list(_ancestors(env, key))[::-1]
 
 
-def _ancestors(env: Environment, key: bytes) -> Iterator[tuple[Visit, int]]:
-    """Nearest first, each with the number of its children."""
+def _ancestors(env: Environment, key: bytes) -> Iterator[Visit]:
+    """Nearest first."""
     while True:
-        found: list[tuple[Visit, int]] = []
+        found: list[Visit] = []
         with env.read() as txn:
             children = txn.cursor(db=env.children)
-            visit = _read(env, txn, key)
+            visit = read_visit(env, txn, key)
             while visit is not None and len(found) < SLICE_RECORDS:
-                visit = _read(env, txn, visit.record.parent)
+                visit = read_visit(env, txn, visit.record.parent)
                 if visit is not None:
-                    found.append((visit, children.count() if children.set_key(visit.key) else 0))
+                    num_children = children.count() if children.set_key(visit.key) else 0
+                    found.append(visit._replace(num_children=num_children))
         yield from found
         if visit is None:
             return
         key = visit.key
 
 
-def _read(env: Environment, txn: Any, key: bytes) -> Visit | None:
+def read_visit(env: Environment, txn: Any, key: bytes) -> Visit | None:
+    """The block, its children not counted; None for one that cannot be read."""
     value = txn.get(key, db=env.index)
     try:
         return Visit(key, schema.decode_record(key, value or b""), len(value or b""), False)
@@ -193,7 +195,7 @@ def matching_namespaces(env: Environment, wanted: str | None) -> frozenset[bytes
     found = frozenset(
         namespace
         for namespace, model in known.items()
-        if model == wanted
+        if (model is not None and str(model) == wanted)
         or (len(wanted) >= _MIN_PREFIX and namespace.hex().startswith(wanted.lower()))
     )
     if not found:

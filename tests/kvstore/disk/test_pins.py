@@ -301,9 +301,9 @@ def test_operator_must_unpin_or_insist_to_remove_a_pinned_document(directory: Pa
     assert went(evict(directory, to_bytes=0, dry_run=True)) == (2, 3)
     assert went(evict(directory, namespace="test/tiny")) == (2, 3)
     assert summarize(directory)["blocks"] == 3
-    assert unpin(directory, document=name, dry_run=True) == {"pins": 1}
-    assert unpin(directory, namespace="test/tiny", document=name) == {"pins": 1}
-    assert unpin(directory) == {"pins": 0}
+    assert unpin(directory, document=name, dry_run=True)["pins"] == 1
+    assert unpin(directory, namespace="test/tiny", document=name)["pins"] == 1
+    assert unpin(directory)["pins"] == 0
     assert summarize(directory)["pinned_blocks"] == 0
     with DiskStore.open(directory, config=small()) as store:
         store.pin(keys(pinned))
