@@ -13,9 +13,9 @@ from pathlib import Path
 import lmdb
 
 from kvstore.disk import schema
-from kvstore.disk.attach import Attachment
+from kvstore.disk.attach import ATTACH_FILE, Attachment
 from kvstore.disk.places import TEMPORARY_MARK
-from kvstore.disk.slices import existing
+from kvstore.disk.slices import existing, is_empty
 from kvstore.disk.startup import settle_by_deep_check
 from kvstore.disk.structure import DATA_FILE, Soundness, check_light
 from kvstore.errors import TierBrokenError, TierFullError
@@ -36,6 +36,8 @@ def compact(
     """
     directory = existing(path, is_read_only=False)
     data_file = directory / DATA_FILE
+    if _is_untouched(directory):
+        return {"bytes_before": 0, "bytes_after": 0}
     attachment = Attachment(directory, "compact")
     try:
         if not attachment.try_exclusive():
@@ -55,12 +57,20 @@ def compact(
 
 def require_alone(path: str | Path) -> None:
     """Raise ``TierBrokenError`` when another process is attached: ``compact`` would refuse, too."""
-    attachment = Attachment(existing(path), "compact", read_only=True)
+    directory = existing(path)
+    if _is_untouched(directory):
+        return
+    attachment = Attachment(directory, "compact", read_only=True)
     try:
         if not attachment.try_exclusive():
-            raise _in_use(attachment, Path(path))
+            raise _in_use(attachment, directory)
     finally:
         attachment.detach()
+
+
+def _is_untouched(directory: Path) -> bool:
+    """No cache, and nobody who makes one: then it is no business of ours to leave a file there."""
+    return not (directory / ATTACH_FILE).exists() and is_empty(directory)
 
 
 def _in_use(attachment: Attachment, directory: Path) -> TierBrokenError:

@@ -9,6 +9,7 @@ process when there is a reason to doubt the file. A file that fails is renamed, 
 import json
 import logging
 import os
+import stat
 import struct
 import subprocess
 import sys
@@ -71,10 +72,12 @@ def check_light(data_file: Path) -> Finding:
 
 def _look(data_file: Path) -> Finding:
     try:
-        fd = os.open(data_file, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(data_file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait
     except FileNotFoundError:
         return Finding(Soundness.EMPTY)
     try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return Finding(Soundness.FOREIGN, "no regular file")
         if os.fstat(fd).st_size == 0:
             return Finding(Soundness.EMPTY)
         metas = [_parse_meta(os.pread(fd, _META.size, 0))]

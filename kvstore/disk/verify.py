@@ -18,10 +18,11 @@ from kvstore.disk import schema
 from kvstore.disk.attach import Attachment
 from kvstore.disk.environment import Environment
 from kvstore.disk.schema import Head, Record, SealError, Usage
-from kvstore.disk.slices import Visit, existing, reading, slices
+from kvstore.disk.slices import Visit, existing, is_empty, reading, slices
 from kvstore.disk.startup import settle_by_deep_check
 from kvstore.disk.store import open_for_change
 from kvstore.disk.structure import DATA_FILE, Soundness, check_deep, check_light
+from kvstore.errors import ConfigError
 
 _MAX_LISTED = 10_000
 # Keys are digests, so payloads in the order of keys lie all over the file. A few threads keep the
@@ -82,9 +83,11 @@ def _report(whole: "_Findings", fixed: int, obstacle: str | None = None) -> dict
 def _check_structure(directory: Path, *, fix: bool) -> str | None:
     """What is wrong with the file; its trees are walked only while nobody else is attached."""
     data_file = directory / DATA_FILE
-    finding = check_light(data_file)
-    if finding.soundness is Soundness.EMPTY:
+    if is_empty(directory):
         return None
+    finding = check_light(data_file)
+    if finding.soundness is Soundness.FOREIGN:
+        raise ConfigError(f"{data_file}: {finding.reason}; name a cache")
     attachment = Attachment(directory, "verify", read_only=True)
     try:
         if not (attachment.can_write and attachment.try_exclusive()):
