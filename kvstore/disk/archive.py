@@ -95,6 +95,11 @@ def write_start(out: IO[bytes]) -> None:
     out.write(_START.pack(_MAGIC, _VERSION))
 
 
+def begins_one(start: bytes) -> bool:
+    """Whether these are the first bytes of an export, of any version."""
+    return start.startswith(_MAGIC)
+
+
 def write_namespace(out: IO[bytes], namespace: Namespace) -> None:
     header = {"kind": "namespace", "id": namespace.id, "identity": namespace.identity}
     _write(out, header, b"")

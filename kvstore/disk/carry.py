@@ -7,6 +7,8 @@ you trust.
 """
 
 import contextlib
+import fcntl
+import glob
 import os
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
@@ -20,6 +22,7 @@ from kvstore.disk.archive import (
     Namespace,
     RefusedError,
     TreePath,
+    begins_one,
     read_items,
     write_block,
     write_end,
@@ -64,6 +67,7 @@ def export_documents(
         with _opened_for_writing(file) as out:
             export = _Export(out)
             write_start(out)
+            out.flush()  # what a kill leaves behind can be told from anybody's file
             if env is not None and meant is not None:
                 export.run(env, meant, progress)
             write_end(out, export.num_blocks, export.num_bytes)
@@ -155,21 +159,36 @@ def _opened_for_writing(file: str | Path | IO[bytes]) -> Iterator[IO[bytes]]:
         return
     temporary = target.with_name(f"{target.name}{TEMPORARY_MARK}{os.getpid()}")
     try:
+        _remove_leftovers(target)
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ConfigError(f"{target}: cannot be written: {error.strerror}") from error
     try:
         with os.fdopen(fd, "wb") as out:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(out, fcntl.LOCK_EX)  # until it has its name, or we are gone
             yield out
             out.flush()
             os.fsync(out.fileno())
-        temporary.rename(target)
+            temporary.rename(target)
     except OSError as error:  # a full volume, most likely
         temporary.unlink(missing_ok=True)
         raise CapacityError(f"{target}: cannot be written: {error.strerror}") from error
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _remove_leftovers(target: Path) -> None:
+    """What exports to the same file left there when they were killed: nobody holds its lock."""
+    for leftover in target.parent.glob(f"{glob.escape(target.name)}{TEMPORARY_MARK}*"):
+        number = leftover.name.rpartition(TEMPORARY_MARK)[2]
+        if not number.isdecimal() or leftover.is_symlink() or not leftover.is_file():
+            continue
+        with contextlib.suppress(OSError), leftover.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if begins_one(file.read(64)):
+                leftover.unlink()
 
 
 def import_documents(
@@ -205,7 +224,7 @@ def import_documents(
                 _store(store, chain(first, items), counts, progress)
         except RefusedError as error:
             stored = counts["blocks"] + counts["present"]
-            raise RefusedError(f"{error}; the {stored} blocks before that were kept") from error
+            raise RefusedError(f"{error}; blocks before that, which were kept: {stored}") from error
     return counts
 
 
