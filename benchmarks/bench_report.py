@@ -90,9 +90,16 @@ def _machines(records: Sequence[Record]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        description="One Markdown page from the JSON lines of other benchmarks, beside them."
+    )
     parser.add_argument("directory", type=Path, metavar="DIR", help="holds results as JSON lines")
-    parser.add_argument("--output", type=Path, metavar="PAGE", help="default: DIR/report.md")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="PAGE",
+        help="where the page goes, and its pictures beside it; default: DIR/report.md",
+    )
     arguments = parser.parse_args()
     paths = sorted(arguments.directory.glob("*.jsonl"))
     if not paths:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine.model.source import demo_model
-from tools.cli import cli
+from tools.commands import cli
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

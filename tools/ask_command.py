@@ -1,6 +1,5 @@
 """``kvstore ask FILE -q …``: answer questions about a document that is read once, ever."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,28 +13,44 @@ from engine.text.document_file import read_document
 from kvstore.errors import ConfigError
 from tools.command import JSON_OPTION, Command
 from tools.engine_options import cache_dir_option, engine_options, engine_settings
+from tools.json_text import json_text
 from tools.parameters import File
 from tools.settings import given_values, option_names, options_for
+from tools.sizes import format_count
 from tools.terminal import say
+from tools.text import check_text, read_stdin
 
 _SAMPLING_DEFAULTS: dict[str, Any] = {"temperature": 0.0, "max_tokens": 128}
 
 
-def _ask(file: str, questions: tuple[str, ...], as_json: bool, **parameters: Any) -> int:
+def _ask(
+    file: str,
+    questions: tuple[str, ...],
+    cache_salt: str | None,
+    as_json: bool,
+    **parameters: Any,
+) -> int:
     with option_names(EngineConfig, SamplingParams):
-        return _answer(file, questions, as_json, parameters)
+        return _answer(file, questions, cache_salt, as_json, parameters)
 
 
 def _answer(
-    file: str, questions: tuple[str, ...], as_json: bool, parameters: dict[str, Any]
+    file: str,
+    questions: tuple[str, ...],
+    cache_salt: str | None,
+    as_json: bool,
+    parameters: dict[str, Any],
 ) -> int:
+    check_text(cache_salt or "", "--cache-salt")
+    for question in questions:
+        check_text(question, "-q")
+        if not question.strip():
+            raise ConfigError("-q: a question is empty; write what you want to know")
     settings = engine_settings(parameters)
     sampling = SamplingParams(**_SAMPLING_DEFAULTS | given_values(parameters, SamplingParams))
-    text = sys.stdin.read() if file == "-" else read_document(Path(file))
+    text = read_stdin("document -") if file == "-" else read_document(Path(file))
     if not text.strip():
         raise ConfigError(f"document {file}: it is empty; give it some text to ask about")
-    if not all(question.strip() for question in questions):
-        raise ConfigError("-q: a question is empty; write what you want to know")
 
     if sys.stderr.isatty():
         say(f"loading the model {settings['model']}")
@@ -50,7 +65,7 @@ def _answer(
         disk = llm.stats().tiers["disk"]
         if disk.state == "off" and settings.get("enable_prefix_caching", True):
             say(f"going on without the disk tier: {disk.reason}")
-        document = llm.document(text, prefill=False)
+        document = llm.document(text, prefill=False, cache_salt=cache_salt)
         answers = []
         for question in questions:
             output = document.ask(question, sampling)
@@ -63,7 +78,7 @@ def _answer(
                 "document": {"tokens": document.num_tokens},
                 "answers": answers,
             }
-            click.echo(json.dumps(result, indent=2, ensure_ascii=False))
+            click.echo(json_text(result))
     return 0
 
 
@@ -125,7 +140,8 @@ def _print_answer(question: str, output: RequestOutput, *, is_only: bool) -> Non
     metrics = output.metrics
     found = [f"{count:,} from {tier}" for tier, count in metrics.cached_tokens.items() if count]
     say(
-        f"{len(output.prompt_token_ids):,} prompt tokens: "
+        format_count(len(output.prompt_token_ids), "prompt token")
+        + ": "
         + ", ".join([*found, f"{metrics.computed_tokens:,} computed"])
         + f"; first token after {metrics.ttft_s:.2f} s, all after {metrics.total_s:.2f} s"
     )
@@ -147,6 +163,10 @@ ask = Command(
             ["-q", "--question", "questions"], multiple=True, required=True, help="May be repeated."
         ),
         cache_dir_option(),
+        click.Option(
+            ["--cache-salt"],
+            help="Keep apart what is cached: it is found with the same salt only.",
+        ),
         JSON_OPTION,
     ],
     sections={

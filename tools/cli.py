@@ -1,127 +1,57 @@
-"""The ``kvstore`` command: ``kvstore COMMAND …``.
+"""Where the ``kvstore`` command starts: what must be in place before the first slow import.
 
-Every command keeps the same manners: results on stdout and talk on stderr; exit status 0 for fine,
-1 for "found something" or "failed", 2 for wrong usage, 130 after Ctrl-C, and 0 when the reader of a
-pipe has seen enough; one line and no traceback for whatever is the user's to put right.
+Ctrl-C is a ``KeyboardInterrupt``, and whoever it meets cleans up. Inside an import it is a menace:
+it surfaces as a traceback of modules that are no user's business, and some of them turn it into an
+error of their own. So there it ends the process at once. Nothing is lost: what a command changes
+survives ``kill -9``.
 
-Nothing here, nor in the modules of the commands, imports torch before a command needs it: help and
-everything that only looks at a directory answer at once.
+Imports nothing slow, or the time before that is in place would grow.
 """
 
-import logging
+import io
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from types import FrameType
 
-import click
-
-from kvstore.errors import ConfigError, KVStoreError
-from tools.command import Group
-
-FINE, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
-
-
-def _print_version(context: click.Context, _option: click.Parameter, is_given: bool) -> None:
-    if is_given:
-        from importlib.metadata import version
-
-        click.echo(f"kvstore {version('tiered-kvstore')}")
-        context.exit()
-
-
-cli = Group(
-    name="kvstore",
-    help="Ask long documents many questions, and look after the KV cache that makes it quick.",
-    examples=(
-        'kvstore ask contract.txt -q "Who are the parties?" -q "When does it end?"',
-        "kvstore inspect ~/.cache/kvstore/cache",
-    ),
-    params=[
-        click.Option(
-            ["--version"],
-            is_flag=True,
-            expose_value=False,
-            is_eager=True,
-            callback=_print_version,
-            help="Print the version and exit.",
-        )
-    ],
-    summaries={
-        "ask": "Answer questions about a document.",
-        "serve": "Serve a model over HTTP with OpenAI's interface.",
-        "inspect": "Show what is in a cache directory.",
-        "why": "Explain why a prompt is not found in a cache.",
-        "verify": "Check every block in a cache directory.",
-        "evict": "Drop blocks by age, model, document or size.",
-        "compact": "Give unused pages back to the volume.",
-        "export": "Write blocks to a file or a pipe.",
-        "import": "Put the blocks of an export into a cache.",
-        "plan": "Tell what caches of many sizes would save of a trace.",
-        "bench": "Run a benchmark of this checkout.",
-    },
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+INTERRUPTED = 130
 
 
 def main() -> None:
     """Entry point of the console script."""
-    sys.exit(run(sys.argv[1:]))
-
-
-def run(arguments: Sequence[str]) -> int:
-    """Run one command line and return its exit status. Prints every error that is the user's."""
-    # What the store logs is for programs; commands that tend it say what happened in words of
-    # their own, and those that run an engine on it pass its warnings on.
-    logging.getLogger("kvstore").addHandler(logging.NullHandler())
+    # A shell without job control starts background jobs with SIGINT ignored: so it stays.
+    is_heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     try:
-        status = _dispatch(list(arguments))
-        sys.stdout.flush()
-    except BrokenPipeError:
-        _drop_output()
-        return FINE
-    except OSError as error:
-        _drop_output()
-        name = f"{error.filename}: " if error.filename else ""
-        print(f"kvstore: {name}{error.strerror or error}", file=sys.stderr)
-        return FAILED
-    except (KeyboardInterrupt, click.Abort):
-        _drop_output()
-        print("kvstore: interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except click.UsageError as error:
-        command = error.ctx.command_path if error.ctx else "kvstore"
-        print(f"{command}: {error.format_message()} (see {command} --help)", file=sys.stderr)
-        return WRONG_USAGE
-    except ConfigError as error:
-        print(f"kvstore: {error}", file=sys.stderr)
-        return WRONG_USAGE
-    except (KVStoreError, click.ClickException) as error:
-        print(f"kvstore: {error}", file=sys.stderr)
-        return FAILED
-    return status
+        if is_heeded:
+            signal.signal(signal.SIGINT, _interrupt)
+        if isinstance(sys.stdout, io.TextIOWrapper):  # file names need not be text
+            sys.stdout.reconfigure(errors="backslashreplace")
+        from tools.commands import run
+
+        status = run(sys.argv[1:])
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    if is_heeded:  # the interpreter's end is no place for an exception either
+        signal.signal(signal.SIGINT, _leave)
+    sys.exit(status)
 
 
-def _drop_output() -> None:
-    """The interpreter flushes stdout once more at its end; that must not fail."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sys.stdout.fileno())
-    os.close(null)
+def _interrupt(signal_number: int, frame: FrameType | None) -> None:
+    if _is_importing(frame):
+        _leave()
+    signal.default_int_handler(signal_number, frame)
 
 
-def _dispatch(arguments: list[str]) -> int:
-    if instruction := os.environ.get("_KVSTORE_COMPLETE"):
-        from click.shell_completion import shell_complete
+def _leave(*_: object) -> None:
+    os._exit(INTERRUPTED)
 
-        return shell_complete(cli, {}, "kvstore", "_KVSTORE_COMPLETE", instruction)
-    try:
-        with cli.make_context("kvstore", arguments) as context:
-            status: int | None = cli.invoke(context)
-            return status or FINE
-    except click.exceptions.NoArgsIsHelpError as error:
-        click.echo(error.format_message(), err=True)
-        return WRONG_USAGE
-    except click.exceptions.Exit as done:
-        return done.exit_code
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
 """``kvstore compact DIR``: give the file's unused pages back to the volume."""
 
-import json
-
 import click
 
 from tools.command import JSON_OPTION, Command
+from tools.json_text import json_text
 from tools.parameters import directory_argument, yes_option
 from tools.sizes import format_bytes
 from tools.terminal import progress_bar
@@ -16,7 +15,7 @@ def _compact(directory: str, yes: bool, as_json: bool) -> int:
     with progress_bar("compacting") as advance:
         sizes = compact_directory(directory, progress=advance)
     if as_json:
-        click.echo(json.dumps(sizes, indent=2))
+        click.echo(json_text(sizes))
     else:
         before, after = sizes["bytes_before"], sizes["bytes_after"]
         click.echo(

@@ -1,6 +1,5 @@
 """``kvstore evict DIR``: drop blocks by age, model, document or size, and their bytes for good."""
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import click
 
 from kvstore.errors import ConfigError
 from tools.command import JSON_OPTION, Command
+from tools.json_text import json_text
 from tools.parameters import (
     Age,
     Size,
@@ -17,8 +17,9 @@ from tools.parameters import (
     namespace_option,
     yes_option,
 )
-from tools.sizes import format_age, format_bytes
+from tools.sizes import format_age, format_bytes, format_count
 from tools.terminal import is_confirmed, progress_bar, say
+from tools.text import escape
 
 _SHOWN = 10  # documents that are listed for people; --json has more
 
@@ -66,26 +67,28 @@ def _evict(
 
 def _print(found: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        click.echo(json.dumps(found, indent=2))
+        click.echo(json_text(found))
         return
     lines = [f"{'would evict' if found['dry_run'] else 'evicted'}  {_count(found)}"]
     lines += [
-        f"  {each['model'] or 'unknown model'} ({each['id'][:12]}): "
-        f"{each['blocks']:,} blocks, {format_bytes(each['bytes'])}"
+        f"  {escape(str(each['model'] or 'unknown model'))} ({each['id'][:12]}): "
+        f"{format_count(each['blocks'], 'block')}, {format_bytes(each['bytes'])}"
         for each in found["namespaces"]
     ]
     if found["dry_run"]:
         now = time.time()
         lines += [
-            f"  {each['key'][:16]}  {each['blocks']:,} blocks, "
+            f"  {each['key'][:16]}  {format_count(each['blocks'], 'block')}, "
             f"used {format_age(now - each['touched'])} ago"
             for each in found["documents"][:_SHOWN]
         ]
         if found["num_documents"] > _SHOWN:
             lines.append(f"  and {found['num_documents'] - _SHOWN:,} more (--json lists 1,000)")
     if found["pinned_blocks"]:
-        stay = f"{found['pinned_blocks']:,} pinned blocks that were chosen stay"
-        lines.append(f"  {stay} (--with-pinned takes them, too)")
+        is_one = found["pinned_blocks"] == 1
+        stay = format_count(found["pinned_blocks"], "pinned block")
+        stay += " that was chosen stays" if is_one else " that were chosen stay"
+        lines.append(f"  {stay} (--with-pinned takes {'it' if is_one else 'them'}, too)")
     if "bytes_after" in found:
         lines.append(f"scrubbed  the file takes {format_bytes(found['bytes_after'])}")
     click.echo("\n".join(lines))
@@ -94,10 +97,9 @@ def _print(found: dict[str, Any], as_json: bool) -> None:
 
 
 def _count(found: dict[str, Any]) -> str:
-    blocks, documents = found["blocks"], found["num_documents"]
     return (
-        f"{blocks:,} block{'s' * (blocks != 1)} of {documents:,} document{'s' * (documents != 1)}, "
-        f"{format_bytes(found['bytes'])}"
+        f"{format_count(found['blocks'], 'block')} of "
+        f"{format_count(found['num_documents'], 'document')}, {format_bytes(found['bytes'])}"
     )
 
 

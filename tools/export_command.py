@@ -1,12 +1,12 @@
 """``kvstore export DIR FILE``: carry documents away, in one file or through a pipe."""
 
-import json
 import sys
 from pathlib import Path
 
 import click
 
 from tools.command import JSON_OPTION, Command
+from tools.json_text import json_text
 from tools.parameters import (
     File,
     directory_argument,
@@ -14,7 +14,7 @@ from tools.parameters import (
     namespace_option,
     yes_option,
 )
-from tools.sizes import format_bytes
+from tools.sizes import format_bytes, format_count
 from tools.terminal import is_confirmed, progress_bar, say
 
 
@@ -40,14 +40,14 @@ def _export(
             directory, target, namespace=namespace, document=document, progress=advance
         )
     if as_json:
-        click.echo(json.dumps(counts, indent=2), err=is_stream)
+        click.echo(json_text(counts), err=is_stream)
     else:
-        text = f"{counts['blocks']:,} blocks, {format_bytes(counts['bytes'])}"
+        text = f"{format_count(counts['blocks'], 'block')}, {format_bytes(counts['bytes'])}"
         click.echo(
             f"kvstore: exported {text}" if is_stream else f"exported    {text}", err=is_stream
         )
     if counts["left_out"]:
-        say(f"{counts['left_out']:,} blocks were left out: they are bad, or below a bad one")
+        say(f"left out: {format_count(counts['left_out'], 'block')}, bad or below a bad one")
     return 1 if counts["left_out"] else 0
 
 

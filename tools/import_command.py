@@ -1,12 +1,13 @@
 """``kvstore import DIR FILE``: put what an export holds into a cache."""
 
-import json
 import sys
 
 import click
 
 from tools.command import JSON_OPTION, Command
+from tools.json_text import json_text
 from tools.parameters import File, Size, directory_argument, yes_option
+from tools.sizes import format_count
 from tools.terminal import progress_bar, say
 
 
@@ -24,13 +25,14 @@ def _import(directory: str, file: str, capacity_bytes: int | None, yes: bool, as
             progress=advance,
         )
     if as_json:
-        click.echo(json.dumps(counts, indent=2))
+        click.echo(json_text(counts))
     else:
-        click.echo(f"imported    {counts['blocks']:,} blocks; {counts['present']:,} were there")
+        stored = format_count(counts["blocks"], "block")
+        click.echo(f"imported    {stored}; there already: {counts['present']:,}")
     if counts["refused"]:
-        say(f"{counts['refused']:,} blocks found no room: {counts['obstacle']}")
+        say(f"no room for {format_count(counts['refused'], 'block')}: {counts['obstacle']}")
     elif counts["evicted"]:
-        say(f"{counts['evicted']:,} blocks were evicted for them")
+        say(f"evicted to make room: {format_count(counts['evicted'], 'block')}")
     return 1 if counts["refused"] else 0
 
 

@@ -1,14 +1,14 @@
 """``kvstore inspect DIR``: what is in a cache directory, beside a running engine or without one."""
 
-import json
 import time
 from typing import Any
 
 import click
 
 from tools.command import JSON_OPTION, Command
+from tools.json_text import json_text
 from tools.parameters import directory_argument, namespace_option
-from tools.sizes import format_age, format_bytes
+from tools.sizes import format_age, format_bytes, format_count
 from tools.text import Reader, escape
 
 
@@ -17,6 +17,7 @@ def _inspect(
     is_tree: bool,
     is_documents: bool,
     block: str | None,
+    is_pins: bool,
     is_watch: bool,
     namespace: str | None,
     tokenizer: str | None,
@@ -24,28 +25,30 @@ def _inspect(
     count: int | None,
     as_json: bool,
 ) -> int:
-    if is_tree + is_documents + is_watch + (block is not None) > 1:
-        raise click.UsageError("--tree, --documents, --block and --watch are one at a time")
+    is_listing = is_tree or is_documents or is_pins
+    if is_tree + is_documents + is_pins + is_watch + (block is not None) > 1:
+        raise click.UsageError("--tree, --documents, --block, --pins and --watch: one at a time")
     if not is_watch and count is not None:
         raise click.UsageError("--count goes with --watch")
-    if not (is_tree or is_documents) and namespace is not None:
-        raise click.UsageError("--namespace goes with --tree and --documents")
+    if not is_listing and namespace is not None:
+        raise click.UsageError("--namespace goes with --tree, --documents and --pins")
     if is_watch:
         from tools.inspect_watch import watch
 
         return watch(directory, interval=interval, count=count, as_json=as_json)
-    if is_tree or is_documents or block is not None:
+    if is_listing or block is not None:
         from tools import inspect_views as views
 
         reader = Reader(tokenizer)
         if block is not None:
             return views.show_block(directory, block, reader, as_json=as_json)
-        show = views.show_tree if is_tree else views.show_documents
+        show = views.show_pins if is_pins else views.show_documents
+        show = views.show_tree if is_tree else show
         return show(directory, namespace, reader, as_json=as_json)
     from kvstore.disk.look import survey
 
     found = survey(directory)
-    click.echo(json.dumps(found, indent=2) if as_json else _describe(found))
+    click.echo(json_text(found) if as_json else _describe(found))
     return 0
 
 
@@ -55,7 +58,7 @@ def _describe(found: dict[str, Any]) -> str:
         f"size        {format_bytes(found['file_bytes'])} on disk, "
         f"{format_bytes(found['used_bytes'])} in use, "
         f"{format_bytes(found['capacity_bytes'])} at most",
-        f"blocks      {found['blocks']:,} ({found['tokens']:,} tokens)",
+        f"blocks      {found['blocks']:,} ({format_count(found['tokens'], 'token')})",
     ]
     if pages := found["pages"]:
         total = pages["live"] + pages["free"]
@@ -64,7 +67,9 @@ def _describe(found: dict[str, Any]) -> str:
             f"({format_bytes(pages['free'] * pages['page_bytes'])} to be used again)"
         )
     if found["pinned_blocks"]:
-        lines.append(f"pinned      {found['pinned_blocks']:,} (not evicted to make room)")
+        lines.append(
+            f"pinned      {found['pinned_blocks']:,} (not evicted to make room; --pins lists why)"
+        )
     if found["bad_blocks"]:
         lines.append(f"bad blocks  {found['bad_blocks']:,} (computed anew when asked for)")
     for each in found["attached"]:
@@ -74,10 +79,8 @@ def _describe(found: dict[str, Any]) -> str:
         lines += _describe_namespace(namespace)
     num_all = found["blocks"] + found["bad_blocks"]
     if found["surveyed_blocks"] < num_all:
-        lines += [
-            "",
-            f"Codecs and uses are those of {found['surveyed_blocks']:,} blocks, a sample.",
-        ]
+        surveyed = format_count(found["surveyed_blocks"], "block")
+        lines += ["", f"Codecs and uses are those of {surveyed}, a sample."]
     return "\n".join(lines)
 
 
@@ -90,7 +93,7 @@ def _describe_namespace(namespace: dict[str, Any]) -> list[str]:
         f"model       {shown['model']} ({namespace['id'][:12]})",
         f"  format    {shown['dtype']}, {shown['block_size']} tokens a block, "
         f"{shown['num_layers']} layers, {shown['num_kv_heads']} heads of {shown['head_dim']}",
-        f"  blocks    {namespace['blocks']:,} ({namespace['tokens']:,} tokens), "
+        f"  blocks    {namespace['blocks']:,} ({format_count(namespace['tokens'], 'token')}), "
         f"{format_bytes(namespace['bytes'])}",
     ]
     if namespace["oldest_use"] is not None:
@@ -133,6 +136,11 @@ inspect = Command(
             ),
             click.Option(
                 ["--block"], metavar="KEY", help="One block in full; the beginning of its key."
+            ),
+            click.Option(
+                ["--pins", "is_pins"],
+                is_flag=True,
+                help="A line for each pin that outlives its engine, the first to end first.",
             ),
             click.Option(
                 ["--watch", "is_watch"],

@@ -1,6 +1,5 @@
 """``kvstore inspect --tree``, ``--documents`` and ``--block``: written as they are read."""
 
-import json
 import shutil
 import sys
 import time
@@ -11,7 +10,8 @@ from typing import Any
 
 import click
 
-from tools.sizes import format_age, format_bytes
+from tools.json_text import json_text
+from tools.sizes import format_age, format_age_until, format_bytes, format_count
 from tools.text import Reader, escape, shorten
 
 _PIPE_WIDTH = 132  # of a line that no terminal limits
@@ -32,10 +32,7 @@ def show_tree(directory: str, namespace: str | None, reader: Reader, *, as_json:
     from kvstore.disk.branches import branches
 
     def describe(row: dict[str, Any]) -> str:
-        return (
-            f"{'  ' * row['level']}{row['key'][:12]}  {row['tokens']:,} tokens  {row['blocks']:,} "
-            f"blocks  {_facts(row)}{_marks(row)}"
-        )
+        return f"{'  ' * row['level']}{row['key'][:12]}  {_extent(row)}  {_facts(row)}{_marks(row)}"
 
     return _show(directory, namespace, reader, branches, "branches", describe, as_json=as_json)
 
@@ -45,17 +42,30 @@ def show_documents(directory: str, namespace: str | None, reader: Reader, *, as_
 
     def describe(row: dict[str, Any]) -> str:
         own = "" if row["own_blocks"] == row["blocks"] else f" ({row['own_blocks']:,} its own)"
-        return (
-            f"{row['key'][:12]}  {row['tokens']:,} tokens  {row['blocks']:,} blocks{own}  "
-            f"{_facts(row)}{_marks(row)}"
-        )
+        return f"{row['key'][:12]}  {_extent(row)}{own}  {_facts(row)}{_marks(row)}"
 
     return _show(directory, namespace, reader, documents, "documents", describe, as_json=as_json)
 
 
+def show_pins(directory: str, namespace: str | None, reader: Reader, *, as_json: bool) -> int:
+    from kvstore.disk.unpin import pinned
+
+    def describe(row: dict[str, Any]) -> str:
+        return (
+            f"{row['key'][:12]}  {_extent(row)}  {format_bytes(row['bytes'])}  "
+            f"{format_age_until(row['pinned_until'])}"
+        )
+
+    return _show(directory, namespace, reader, pinned, "pins", describe, as_json=as_json)
+
+
+def _extent(row: Mapping[str, Any]) -> str:
+    return f"{format_count(row['tokens'], 'token')}  {format_count(row['blocks'], 'block')}"
+
+
 def _facts(row: Mapping[str, Any]) -> str:
     age = format_age(max(time.time() - row["touched"], 0.0))
-    return f"{format_bytes(row['bytes'])}  {row['hits']:,} hits  {age} ago"
+    return f"{format_bytes(row['bytes'])}  {format_count(row['hits'], 'hit')}  {age} ago"
 
 
 def _marks(row: Mapping[str, Any]) -> str:
@@ -110,10 +120,10 @@ def _row(found: Any, known: Mapping[bytes, Mapping[str, Any]], reader: Reader) -
 def _write_json(path: str, name: str, rows: Iterable[dict[str, Any]]) -> None:
     """One object, a row at a time: a large cache has more of them than memory should hold."""
     write = sys.stdout.write
-    write(f'{{\n"path": {json.dumps(path)},\n"{name}": [')
+    write(f'{{\n"path": {json_text(path)},\n"{name}": [')
     separator = "\n"
     for row in rows:
-        write(separator + json.dumps(row, ensure_ascii=False))
+        write(separator + json_text(row, indent=None))
         separator = ",\n"
     write("\n]\n}\n")
 
@@ -143,7 +153,7 @@ def show_block(directory: str, prefix: str, reader: Reader, *, as_json: bool) ->
     found["text"] = reader.read(description, found["token_ids"])
     found["tier"] = "disk"
     if as_json:
-        click.echo(json.dumps(found, indent=2, ensure_ascii=False))
+        click.echo(json_text(found))
     else:
         click.echo("\n".join(_describe_block(found)))
     return 0
@@ -154,7 +164,8 @@ def _describe_block(found: Mapping[str, Any]) -> Iterator[str]:
     yield f"model       {escape(str(found['model'] or '?'))} ({found['namespace'][:12]})"
     if found["salt"]:
         yield f"salt        {found['salt']}"
-    yield f"position    block {found['depth']:,} of its prompt, {found['tokens']:,} tokens"
+    tokens = format_count(found["tokens"], "token")
+    yield f"position    block {found['depth']:,} of its prompt, {tokens}"
     yield f"continues   {found['parent'] or 'nothing'}"
     more = found["num_children"] - len(found["children"])
     below = [key[:12] for key in found["children"]] + ([f"and {more:,} more"] if more else [])
@@ -169,9 +180,10 @@ def _describe_block(found: Mapping[str, Any]) -> Iterator[str]:
     yield f"checksum    {soundness[found['is_intact']]}"
     yield f"written     {format_age(max(time.time() - found['created'], 0.0))} ago"
     age = format_age(max(time.time() - found["touched"], 0.0))
-    yield f"used        {found['hits']:,} times again that were recorded, the last {age} ago"
+    yield f"used        {format_count(found['hits'], 'time')} again on record, the last {age} ago"
     if found["num_pins"]:
-        yield f"pinned      {found['num_pins']:,} pins protect it"
+        pins = format_count(found["num_pins"], "pin")
+        yield f"pinned      by {pins}, of it or of what continues it"
     yield f"token ids   {' '.join(map(str, found['token_ids']))}"
     if found["text"] is not None:
         yield f'text        "{escape(found["text"])}"'

@@ -5,7 +5,6 @@ lines, or with ``--json`` objects, one a look.
 """
 
 import contextlib
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +12,8 @@ from typing import Any
 
 import click
 
-from tools.sizes import format_age, format_bytes
+from tools.json_text import json_text
+from tools.sizes import format_age, format_bytes, format_count
 from tools.terminal import can_draw
 from tools.text import escape
 
@@ -78,7 +78,7 @@ def _rates(before: Look | None, now: Look, at: float) -> dict[str, Any] | None:
 @contextlib.contextmanager
 def _screen(*, as_json: bool) -> Iterator[Callable[[Look], None]]:
     if as_json:
-        yield lambda look: _print(json.dumps(look))
+        yield lambda look: _print(json_text(look, indent=None))
     elif sys.stdout.isatty() and can_draw():
         from rich.console import Console
         from rich.live import Live
@@ -142,7 +142,7 @@ def _name(engine: Mapping[str, Any]) -> str:
 def _traffic(engine: Mapping[str, Any]) -> str:
     rates = engine["rates"]
     if rates is None:
-        return f"{engine['looked_up_blocks']:,} blocks asked for so far"
+        return f"{format_count(engine['looked_up_blocks'], 'block')} asked for so far"
     found = ", ".join(
         f"{tier} {_share(ratio)}" for tier, ratio in rates["hit_ratio"].items() if ratio
     )
@@ -155,12 +155,13 @@ def _traffic(engine: Mapping[str, Any]) -> str:
 
 
 def _queues(engine: Mapping[str, Any]) -> str:
-    dirty = f"{engine['dirty_blocks']:,} dirty blocks"
+    dirty = format_count(engine["dirty_blocks"], "dirty block")
     if engine["dirty_blocks"]:
         dirty += f" (the oldest for {engine['oldest_dirty_age_s']:.1f} s)"
     return (
-        f"{dirty}, {engine['pending_transfers']:,} transfers; {engine.get('running', 0):,} "
-        f"sequences run, {engine.get('promoting', 0):,} load, {engine.get('waiting', 0):,} wait"
+        f"{dirty}, {format_count(engine['pending_transfers'], 'transfer')}; sequences: "
+        f"{engine.get('running', 0):,} run, {engine.get('promoting', 0):,} load, "
+        f"{engine.get('waiting', 0):,} wait"
     )
 
 

@@ -8,6 +8,7 @@ from click.shell_completion import CompletionItem
 
 from kvstore.config import parse_size
 from kvstore.errors import ConfigError
+from tools.sizes import format_count
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _AGE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([smhdw])")
@@ -78,9 +79,9 @@ class Namespace(click.ParamType):
         except (KVStoreError, OSError):
             return []
         return [
-            CompletionItem(text, help=f"{each['blocks']} blocks")
+            CompletionItem(text, help=format_count(each["blocks"], "block"))
             for each in found
-            for text in (each["model"] or "", each["id"][:12])
+            for text in (str(each["model"] or ""), each["id"][:12])
             if text and text.startswith(incomplete)
         ]
 

@@ -1,6 +1,5 @@
 """``kvstore plan TRACE``: what caches of many sizes would save of a trace of requests."""
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -27,12 +26,20 @@ from kvstore.planning import (
     read_trace,
 )
 from tools.command import JSON_OPTION, Command
+from tools.json_text import json_text
 from tools.parameters import File
 from tools.plan_picture import check_picture, draw
 from tools.plan_report import PlanReport
 from tools.terminal import can_draw, say
 
+_SHAPES = {**MODELS, "demo": MODELS["smollm2-135m"]}
 _SAMPLE_BLOCKS = 1 << 23  # distinct blocks kept at once, by default: about half a gigabyte
+# Named as LLM's settings of the same meaning.
+_SIZES = {
+    "device_cache": "--device-cache",
+    "host_cache": "--host-cache",
+    "disk_cache_size": "--disk-cache-size",
+}
 _ON_TERMINAL_S, _ELSEWHERE_S = 0.5, 30.0  # between two words of progress
 
 
@@ -79,7 +86,7 @@ def _plan(
         name = "standard input" if trace == "-" else Path(trace).name
         draw(plan, hardware, Path(plot), f"{name}\n{report.recommendation()}")
     if as_json:
-        click.echo(json.dumps(report.as_json(), indent=2))
+        click.echo(json_text(report.as_json()))
     else:
         click.echo(report.as_csv() if as_csv else report.as_text())
     return 0
@@ -114,7 +121,7 @@ def _hardware(settings: dict[str, Any]) -> HardwareProfile:
         profile = measure_machine(model or "demo")
     else:
         name = model or "llama-3.1-8b"
-        shape = MODELS[name] if name in MODELS else read_model_shape(name)
+        shape = _SHAPES[name] if name in _SHAPES else read_model_shape(name)
         profile = profile_of(PROCESSORS[settings["hardware"]], shape)
     if settings["model_bytes_per_token"] is not None:
         profile = replace(profile, bytes_per_token=settings["model_bytes_per_token"])
@@ -125,15 +132,16 @@ def _setups(
     settings: dict[str, Any], policies: list[str], block_bytes: int
 ) -> Iterator[CacheSetup]:
     """Every combination of the sizes, policies and write policies that were given."""
-    if not any(settings[tier] for tier in ("device", "host", "disk")):
+    given = {name: settings[name] for name in _SIZES}
+    if not any(given.values()):
         return
     sizes = []
-    for tier in ("device", "host", "disk"):
-        asked = [(parse_size(word, tier), word) for word in _words(settings[tier] or "0")]
+    for name, text in given.items():
+        asked = [(parse_size(word, _SIZES[name]), word) for word in _words(text or "0")]
         for num_bytes, word in asked:
-            if 0 < num_bytes < block_bytes or (tier == "device" and not num_bytes):
+            if 0 < num_bytes < block_bytes or (name == "device_cache" and not num_bytes):
                 raise click.UsageError(
-                    f"--{tier} {word}: smaller than a block, which has {block_bytes:,} bytes"
+                    f"{_SIZES[name]} {word}: smaller than a block, which has {block_bytes:,} bytes"
                 )
         sizes.append([num_bytes // block_bytes for num_bytes, _ in asked])
     for policy in dict.fromkeys(policies):
@@ -190,7 +198,7 @@ plan = Command(
     examples=(
         "kvstore plan trace.jsonl",
         "kvstore plan trace.jsonl --policy lru,s3-fifo --plot curves.svg",
-        "kvstore plan trace.jsonl --device 40GiB --host 0,256GiB --disk 1TiB,4TiB --json",
+        "kvstore plan trace.jsonl --device-cache 40GiB --host-cache 0,256GiB --json",
     ),
     params=[
         click.Argument(["trace"], metavar="TRACE", type=File()),
@@ -244,9 +252,14 @@ plan = Command(
             ),
         ],
         "Tiers": [
-            click.Option(["--device"], metavar="SIZE[,…]", help="Simulate a split: GPU memory,"),
-            click.Option(["--host"], metavar="SIZE[,…]", help="host memory,"),
-            click.Option(["--disk"], metavar="SIZE[,…]", help="and disk, such as 500GiB,2TiB."),
+            *(
+                click.Option([flag], metavar="SIZE[,…]", help=help_text)
+                for flag, help_text in zip(
+                    _SIZES.values(),
+                    ("Simulate a split: GPU memory,", "host memory,", "disk: 500GiB,2TiB."),
+                    strict=True,
+                )
+            ),
             click.Option(
                 ["--write-policy"],
                 default="write_behind",

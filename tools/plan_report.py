@@ -16,7 +16,7 @@ from kvstore.planning import (
     knee,
     recommendation,
 )
-from tools.sizes import format_bytes
+from tools.sizes import format_bytes, format_count
 
 _TIMES = ("mean_s", "median_s", "p90_s", "p99_s")
 
@@ -142,8 +142,9 @@ class PlanReport:
         plan, trace = self._plan, self._plan.trace
         about = "about " if plan.sample_rate < 1 else ""
         lines = [
-            f"trace       {trace.requests:,} requests, {trace.tokens:,} tokens, "
-            f"{trace.blocks:,} blocks of {trace.block_tokens} tokens, "
+            f"trace       {format_count(trace.requests, 'request')}, "
+            f"{format_count(trace.tokens, 'token')}, {format_count(trace.blocks, 'block')} of "
+            f"{format_count(trace.block_tokens, 'token')}, "
             f"{about}{trace.unique_blocks:,} of them distinct",
             f"cache       {self._hardware.model}: {format_bytes(self._hardware.bytes_per_token)} "
             f"a token, {self.size_of(1)} a block",
@@ -157,8 +158,9 @@ class PlanReport:
             )
         if plan.behind_hole and plan.sample_rate < 1:
             lines.append(
-                f"            {plan.behind_hole:,} references follow a block that a smaller cache "
-                "would have lost: the ids are no prefix hashes, and the sample may flatter"
+                f"            {format_count(plan.behind_hole, 'reference')} to what follows "
+                "a block that a smaller cache would have lost: the ids are no prefix hashes, "
+                "and the sample may flatter"
             )
         for policy, points in plan.curves.items():
             best = knee(points)

@@ -127,6 +127,8 @@ def _option(name: str, hint: Any, default: Any, help_text: str) -> click.Option:
         return click.Option([flag], type=item, multiple=True, **keywords | {"default": ()})
     if get_origin(hint) is Literal:
         return click.Option([flag], type=click.Choice(get_args(hint)), **keywords)
-    if str in members:  # int | str is a size: "1024" is one, too
+    if int in members and str in members:  # a size: "1024" is one, too
+        return click.Option([flag], type=str, **keywords, metavar="SIZE")
+    if str in members:
         return click.Option([flag], type=str, **keywords)
     return click.Option([flag], type=members[0], **keywords)

@@ -1,4 +1,11 @@
-"""Sizes and times for people."""
+"""Counts, sizes and times for people."""
+
+import time
+
+
+def format_count(count: int, noun: str) -> str:
+    """``"1 block"``, ``"1,024 blocks"``; the noun is given in the singular."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def format_bytes(size: int | None) -> str:
@@ -19,3 +26,10 @@ def format_age(seconds: float) -> str:
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}s"
     return "a minute" if seconds >= 60 else "less than a minute"
+
+
+def format_age_until(moment: float | None) -> str:
+    """How long a pin still holds."""
+    if moment is None:
+        return "until it is released"
+    return f"for {format_age(max(moment - time.time(), 0.0))} more"

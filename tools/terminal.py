@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator
 
 import click
 
+from tools.text import escape
+
 _REFRESH_S = 0.1
 
 
 def say(message: str) -> None:
     """One line of talk, apart from the results."""
-    print(f"kvstore: {message}", file=sys.stderr, flush=True)
+    print(f"kvstore: {escape(message)}", file=sys.stderr, flush=True)
 
 
 class _StoreTalk(logging.Handler):

@@ -1,8 +1,11 @@
 """Text from prompts, fit to be shown: no character of it can do anything to the terminal."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from kvstore.errors import ConfigError
 
 
 def escape(text: str) -> str:
@@ -18,6 +21,28 @@ def shorten(text: str, width: int) -> str:
     return shown if len(shown) <= width else shown[: max(width - 1, 0)] + "…"
 
 
+def check_text(text: str, what: str) -> None:
+    """Raises ``ConfigError`` for bytes that are no UTF-8: lone surrogates, from shell or pipe."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise _not_text(what) from None
+
+
+def _not_text(what: str) -> ConfigError:
+    return ConfigError(f"{what}: not UTF-8 text; convert it to UTF-8")
+
+
+def read_stdin(what: str) -> str:
+    """Text from a pipe. Raises ``ConfigError`` when it is none."""
+    try:
+        text = sys.stdin.read()
+    except UnicodeDecodeError:
+        raise _not_text(what) from None
+    check_text(text, what)
+    return text
+
+
 class Reader:
     """Makes texts of token ids, with the tokenizer that an engine has left with a namespace, or
     with the one that the user names. Without either, there are no texts."""
@@ -31,8 +56,6 @@ class Reader:
 
     def read(self, description: Mapping[str, Any], token_ids: Sequence[int]) -> str | None:
         """The text of tokens of a namespace that was registered so."""
-        from kvstore.errors import ConfigError
-
         name = self._given or description.get("tokenizer")
         if not isinstance(name, str):
             return None

@@ -1,13 +1,13 @@
 """``kvstore verify DIR``: is every block in a cache directory what it was when it was written?"""
 
-import json
 from typing import Any
 
 import click
 
 from tools.command import JSON_OPTION, Command
+from tools.json_text import json_text
 from tools.parameters import directory_argument
-from tools.sizes import format_bytes
+from tools.sizes import format_bytes, format_count
 from tools.terminal import progress_bar
 
 _SHOWN = 10  # bad blocks that are listed for people; --json has them all
@@ -18,7 +18,7 @@ def _verify(directory: str, fix: bool, dry_run: bool, as_json: bool) -> int:
 
     with progress_bar("verifying") as advance:
         report = verify_directory(directory, fix=fix and not dry_run, progress=advance)
-    click.echo(json.dumps(report, indent=2) if as_json else _describe(report, fix, dry_run))
+    click.echo(json_text(report) if as_json else _describe(report, fix, dry_run))
     return 0 if report["ok"] else 1
 
 
@@ -26,8 +26,9 @@ def _describe(report: dict[str, Any], fix: bool, dry_run: bool) -> str:
     corrupt = [f"{found['key'] or 'the cache'}: {found['reason']}" for found in report["corrupt"]]
     orphans = [f"{key}: nothing it continues" for key in report["orphans"]]
     num_found = len(corrupt) + len(orphans)
+    checked = format_count(report["blocks_checked"], "block")
     lines = [
-        f"checked     {report['blocks_checked']:,} blocks, {format_bytes(report['bytes_checked'])}",
+        f"checked     {checked}, {format_bytes(report['bytes_checked'])}",
         *_listed("corrupt", corrupt),
         *_listed("orphans", orphans),
     ]
@@ -42,9 +43,10 @@ def _describe(report: dict[str, Any], fix: bool, dry_run: bool) -> str:
     elif not report["ok"]:
         lines.append("Run it again with --fix to drop what is bad; it is then computed anew.")
     if report["bad_blocks"]:
+        waiting = format_count(report["bad_blocks"], "block")
         lines.append(
-            f"waiting     {report['bad_blocks']:,} blocks without bytes: others continue them, so "
-            "their place is kept until they are computed anew"
+            f"waiting     {waiting} without bytes: others continue what stood there, so the place "
+            "is kept until it is computed anew"
         )
     return "\n".join(lines)
 

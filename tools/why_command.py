@@ -1,7 +1,5 @@
 """``kvstore why DIR --prompt-file F``: where the match of a prompt ends, and why."""
 
-import json
-import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -11,14 +9,16 @@ import click
 
 from kvstore.errors import ConfigError
 from tools.command import JSON_OPTION, Command
+from tools.json_text import json_text
 from tools.parameters import File, directory_argument
-from tools.text import escape
+from tools.sizes import format_count
+from tools.text import check_text, escape, read_stdin
 
 
 def _why(
     directory: str,
     prompt_file: str,
-    is_document: bool | None,
+    only: str | None,
     cache_salt: str,
     as_json: bool,
     **settings: Any,
@@ -29,41 +29,24 @@ def _why(
     from kvstore.disk.slices import existing, reading
 
     existing(directory)
-    _check_text(cache_salt, "--cache-salt")
-    text = _read_stdin() if prompt_file == "-" else read_document(Path(prompt_file))
+    check_text(cache_salt, "--cache-salt")
+    text = read_stdin("prompt -") if prompt_file == "-" else read_document(Path(prompt_file))
     if not text:
         raise ConfigError(f"prompt {prompt_file}: it is empty")
     model = OfflineModel(**settings)
     with reading(directory) as env:
-        explanations = _explanations(Browser(env), model, text, is_document, cache_salt)
+        explanations = _explanations(Browser(env), model, text, only, cache_salt)
         read_as, _, found = max(explanations, key=_closeness)
     if as_json:
         shown = {"path": str(Path(directory).expanduser().absolute()), "read_as": read_as}
-        click.echo(json.dumps(shown | found.as_dict(), indent=2, ensure_ascii=False))
+        click.echo(json_text(shown | found.as_dict()))
     else:
         click.echo(_describe(read_as, found))
     return 0 if found.is_cached else 1
 
 
-def _read_stdin() -> str:
-    try:
-        text = sys.stdin.read()
-    except UnicodeDecodeError:
-        raise ConfigError("prompt -: not UTF-8 text") from None
-    _check_text(text, "prompt -")
-    return text
-
-
-def _check_text(text: str, what: str) -> None:
-    """Bytes that are no UTF-8 come from a shell or a pipe as lone surrogates."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ConfigError(f"{what}: not UTF-8 text") from None
-
-
 def _explanations(
-    browser: Any, model: Any, text: str, is_document: bool | None, salt: str
+    browser: Any, model: Any, text: str, only: str | None, salt: str
 ) -> Iterator[tuple[str, int, Any]]:
     """One for each way in which the text may be meant, with the tokens before the text."""
     from engine.model.offline import document_tokens, prompt_tokens
@@ -78,15 +61,15 @@ def _explanations(
         tokenizer = model.tokenizer(described)
         readings = {}
         template = described.get("document_template")
-        if is_document is not True:
+        if only != "document":
             readings["prompt"] = 0, prompt_tokens(tokenizer, text)
-        if is_document is not False and template:
+        if only != "prompt" and template:
             num_before = len(document_tokens(tokenizer, template, ""))
             readings["document"] = num_before, document_tokens(tokenizer, template, text)
         if not readings:
             raise ConfigError(
-                f"--document: no engine has used this cache with {model.source.name}, so how it "
-                "reads documents is not known"
+                f"--read-as document: no engine has used this cache with {model.source.name}, so "
+                "how it reads documents is not known"
             )
         for read_as, (num_before, token_ids) in readings.items():
             asked = Asked(token_ids, identity, model.source.name, salt)
@@ -121,8 +104,9 @@ def _closeness(reading: tuple[str, int, Any]) -> tuple[bool, int, bool, int]:
 def _describe(read_as: str, found: Any) -> str:
     lines = [
         f"why         {found.sentence}",
-        f"cached      {found.cached_tokens:,} of {found.prompt_tokens:,} tokens, "
-        f"{found.cached_blocks:,} of {found.prompt_blocks:,} blocks of {found.block_size}",
+        f"cached      {found.cached_tokens:,} of {format_count(found.prompt_tokens, 'token')}, "
+        f"{found.cached_blocks:,} of {format_count(found.prompt_blocks, 'block')} of "
+        f"{found.block_size}",
         f"model       {escape(str(found.model))} (namespace {found.namespace[:12]})",
         f"read as     {'a document that ask is asked about' if read_as == 'document' else read_as}",
     ]
@@ -140,7 +124,7 @@ def _describe(read_as: str, found: Any) -> str:
     for other in found.elsewhere:
         lines += [
             "",
-            f"elsewhere   {other.cached_tokens:,} tokens in namespace "
+            f"elsewhere   {format_count(other.cached_tokens, 'token')} in namespace "
             f"{other.namespace[:12]} ({escape(str(other.model))})"
             + (f", salt {other.salt[:12]}" if other.salt else ""),
         ]
@@ -177,9 +161,9 @@ why = Command(
             help="The text; - for stdin.",
         ),
         click.Option(
-            ["--document/--no-document", "is_document"],
-            default=None,
-            help="Read the text as a document only, or as a prompt only.",
+            ["--read-as", "only"],
+            type=click.Choice(["prompt", "document"]),
+            help="Read the text in this way only.",
         ),
         click.Option(["--cache-salt"], default="", help="As the request gives it."),
         JSON_OPTION,

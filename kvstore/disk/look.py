@@ -5,6 +5,7 @@ Everything is read in slices. Nothing here loads a model, and nothing knows how 
 
 import contextlib
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -163,7 +164,8 @@ def block(path: str | Path, prefix: str) -> tuple[dict[str, Any], dict[str, Any]
         "hits": record.hits,
         "is_bad": record.is_bad,
         "num_pins": record.num_pins,
-        "pinned_until": record.pinned_until or None,
+        "has_pin": record.pinned_until > 0,
+        "pinned_until": record.pinned_until if 0 < record.pinned_until < math.inf else None,
     }, description
 
 

@@ -274,7 +274,7 @@ def _sentence(
     where = f"at token {difference.position:,}" if difference else ""
     match cause:
         case Cause.CACHED:
-            return f"all {len(match.keys):,} full blocks of the prompt are cached"
+            return f"every full block of the prompt is cached ({len(match.keys):,})"
         case Cause.TOO_SHORT:
             return (
                 f"the prompt is shorter than one block of {size} tokens and the token after it, "
@@ -283,7 +283,8 @@ def _sentence(
         case Cause.LOAD_IS_SLOWER:
             assert decision is not None
             return (
-                f"{decision.num_blocks - decision.cut_blocks:,} blocks are cached but not loaded: "
+                "cached but not loaded: "
+                f"{decision.num_blocks - decision.cut_blocks:,} of {decision.num_blocks:,} blocks; "
                 f"computing them takes an estimated {decision.compute_s:.3f} s, loading all "
                 f"{decision.load_all_s:.3f} s"
             )
@@ -300,12 +301,12 @@ def _sentence(
             names = ", ".join(others[0].fields) or "its identity"
             return (
                 f"the prompt is cached for another model identity, which differs in {names} "
-                f"({others[0].cached_tokens:,} tokens)"
+                f"(tokens there: {others[0].cached_tokens:,})"
             )
         case Cause.OTHER_SALT:
             return (
-                f"the prompt is cached under another cache_salt ({others[0].cached_tokens:,} "
-                "tokens): different salts never share blocks"
+                "the prompt is cached under another cache_salt (tokens there: "
+                f"{others[0].cached_tokens:,}): different salts never share blocks"
             )
         case Cause.EVICTED:
             return f"{at} was evicted to make room"

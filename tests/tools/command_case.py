@@ -13,7 +13,7 @@ from typing import Any
 
 import pexpect
 
-from tools import cli
+from tools import commands
 
 KVSTORE = Path(sys.executable).with_name("kvstore")
 
@@ -37,7 +37,7 @@ def run_here(*arguments: Any, stdin: bytes = b"", **environment: str) -> Result:
     ):
         kept = os.dup(out.fileno())  # the command may give up its output
         with open(kept, encoding="utf-8", errors="replace") as written:
-            status = cli.run([str(argument) for argument in arguments])
+            status = commands.run([str(argument) for argument in arguments])
             out.flush()
             err.seek(0)
             written.seek(0)

@@ -1,6 +1,7 @@
 """``kvstore ask`` on a tiny model, and everything that a user may get wrong."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -8,6 +9,8 @@ import lmdb
 import pytest
 from command_case import run_here
 from tiny_models import save_text_model
+
+from kvstore.config import StoreConfig
 
 PEOPLE = Path(__file__).parents[2] / "examples" / "people.md"
 DOCUMENT = "The lighthouse of Aldermere was built in 1871. Its keeper is Marta.\n" * 4
@@ -101,6 +104,31 @@ def test_people_get_answers_on_stdout_and_the_rest_on_stderr(kvstore, model, hom
 
 def test_the_model_is_the_demo_unless_another_is_named(run):
     assert re.search(r"--model TEXT.*\[default: +demo\]", run("ask", "-h").stdout, re.DOTALL)
+
+
+def test_what_was_asked_with_a_salt_is_found_with_that_salt_only(run, two_runs, model, home):
+    options = ["--model", model, "--cache-dir", home / "cache", "--max-tokens", "1", "--json"]
+    salted = run("ask", home / "document.txt", "-q", "When?", *options, "--cache-salt", "mine")
+    (answer,) = json.loads(salted.stdout)["answers"]
+    assert answer["computed_tokens"] == answer["prompt_tokens"]
+    rows = json.loads(run("inspect", home / "cache", "--documents", "--json").stdout)["documents"]
+    assert {bool(row["salt"]) for row in rows} == {False, True}
+
+
+@pytest.mark.parametrize("option", ["-q", "--cache-salt"])
+def test_bytes_that_are_no_text_are_refused_by_name(run, option):
+    result = run("ask", PEOPLE, "-q", "When?", option, os.fsdecode(b"\xff"))
+    _fails(result, f"{option}: not UTF-8 text")
+
+
+def test_a_wrong_name_in_store_config_lists_those_that_have_no_option_of_their_own(run):
+    result = run("ask", PEOPLE, "-q", "?", "--store-config", "no_such=1")
+    _fails(result, "no setting no_such; there are codec, ")
+    listed = result.stderr.rpartition("there are ")[2].strip().split(", ")
+    options = run("ask", "-h").stdout
+    for name in listed:
+        assert name in StoreConfig.__dataclass_fields__
+        assert f"--{name.replace('_', '-')}" not in options.split()
 
 
 def test_samples_are_numbered_and_logprobs_stand_below_each(run, two_runs, model, home):

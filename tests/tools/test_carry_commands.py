@@ -1,9 +1,12 @@
 """``kvstore export`` and ``kvstore import``: files, pipes, and what is cut or damaged."""
 
+import fcntl
 import json
 import os
+import signal
 import stat
 import subprocess
+import sys
 
 import pytest
 from command_case import KVSTORE, end_of, on_terminal
@@ -75,6 +78,32 @@ def test_only_the_owner_reads_an_export_and_a_failed_one_leaves_nothing(run, cac
     assert {path.name for path in exported.parent.iterdir()} == {"a cache", "all.kv"}
 
 
+KILLED_AT_ITS_END = """
+import os, signal, sys
+from kvstore.disk import carry
+carry.write_end = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+carry.export_documents(sys.argv[1], sys.argv[2])
+"""
+
+
+def test_what_a_killed_export_left_is_cleared_and_nothing_else(run, cache, exported):
+    """A process that is gone holds no lock. What one at work writes stays, and what is foreign."""
+    folder, data = exported.parent, exported.read_bytes()
+    killed = subprocess.Popen([sys.executable, "-c", KILLED_AT_ITS_END, cache, exported])
+    assert killed.wait(60) == -signal.SIGKILL
+    left = folder / f"all.kv.tmp-{killed.pid}"
+    assert left.read_bytes()[:6] == b"KVSTOR"
+    kept = {"all.kv.tmp-2": data, "all.kv.tmp-3": b"", "all.kv.tmp-4": b"mine"}
+    kept |= {"all.kv.tmp-mine": data, "other.kv.tmp-5": data}
+    for name, content in kept.items():
+        (folder / name).write_bytes(content)
+    with (folder / "all.kv.tmp-2").open("rb") as at_work:
+        fcntl.flock(at_work, fcntl.LOCK_EX)
+        assert run("export", cache, exported, "--yes").returncode == 0
+    assert not left.exists()
+    assert {name: (folder / name).read_bytes() for name in kept} == kept
+
+
 def test_a_file_that_exists_is_replaced_only_with_yes(run, cache, exported):
     exported.write_text("mine")
     result = run("export", cache, exported)
@@ -107,7 +136,7 @@ def test_bad_blocks_are_left_out_and_said(run, cache, blocks, tmp_path):
     result = run("export", cache, tmp_path / "file.kv")
     assert result.returncode == 1
     assert "exported    7 blocks" in result.stdout
-    assert "3 blocks were left out" in result.stderr
+    assert "left out: 3 blocks," in result.stderr
     assert run("import", tmp_path / "target", tmp_path / "file.kv").returncode == 0
 
 
@@ -138,7 +167,7 @@ def test_of_a_damaged_stream_what_came_before_is_kept_and_counted(
     )
     assert (result.returncode, result.stdout) == (1, b"")
     (line,) = result.stderr.decode().splitlines()
-    assert "the 4 blocks before that were kept" in line
+    assert "blocks before that, which were kept: 4" in line
     assert len(raw_records(tmp_path / "target")) == 4
     assert problems_on_disk(tmp_path / "target") == []
 

@@ -4,10 +4,11 @@ import os
 import subprocess
 import sys
 
+import click
 import pytest
 from command_case import KVSTORE
 
-from tools.cli import cli
+from tools.commands import cli
 
 HEAVY = {"torch", "triton", "transformers", "rich"}
 
@@ -38,6 +39,25 @@ def test_help_fits_a_narrow_terminal(run, name):
     assert max(map(len, set(lines) - set(names_of_options))) <= 40
 
 
+def test_an_option_of_several_commands_is_of_the_same_kind_in_each():
+    """``--device`` was a device or a size, ``--document`` a key or a flag."""
+    kinds: dict[str, set[str]] = {}
+    for name in cli.summaries:
+        for option in cli.get_command(None, name).params:
+            for flag in option.opts if isinstance(option, click.Option) else ():
+                kinds.setdefault(flag, set()).add(kind_of(option))
+    assert {flag: found for flag, found in kinds.items() if len(found) > 1} == {}
+    assert kinds["--device-cache"] == {"size"}
+
+
+def kind_of(option: click.Option) -> str:
+    if option.is_flag:
+        return "flag"
+    if isinstance(option.type, click.types.IntParamType | click.types.FloatParamType):
+        return "number"
+    return "size" if (option.metavar or "").startswith("SIZE") else "text"
+
+
 def test_version_is_that_of_the_distribution(run):
     from importlib.metadata import version
 
@@ -50,7 +70,7 @@ def test_version_is_that_of_the_distribution(run):
     ids=lambda arguments: arguments[0],
 )
 def test_nothing_heavy_is_imported_before_it_is_needed(arguments, tmp_path):
-    code = "import sys; from tools.cli import run; run(sys.argv[1:]); print(*sys.modules)"
+    code = "import sys; from tools.commands import run; run(sys.argv[1:]); print(*sys.modules)"
     result = subprocess.run(
         [sys.executable, "-c", code, *arguments],
         cwd=tmp_path,
@@ -59,7 +79,7 @@ def test_nothing_heavy_is_imported_before_it_is_needed(arguments, tmp_path):
         check=True,
     )
     modules = set(result.stdout.splitlines()[-1].split())
-    assert "tools.cli" in modules
+    assert "tools.commands" in modules
     assert not HEAVY & modules
 
 

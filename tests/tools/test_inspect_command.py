@@ -14,7 +14,7 @@ import tokenizers
 from kvstore.block import BlockWrite
 from kvstore.disk import DiskStore
 from kvstore.hashing import chain_refs, chain_seed, encode_tokens, namespace_id
-from tools.cli import run
+from tools.commands import run
 
 BRANCH_KEYS = {
     "key", "last_key", "level", "depth", "namespace", "model", "salt", "blocks", "tokens", "bytes",
@@ -27,7 +27,7 @@ DOCUMENT_KEYS = {
 BLOCK_KEYS = {
     "path", "key", "parent", "children", "num_children", "depth", "namespace", "model", "salt",
     "tokens", "token_ids", "nbytes", "payload_bytes", "codec", "checksum", "is_intact", "created",
-    "touched", "hits", "is_bad", "num_pins", "pinned_until", "text", "tier",
+    "touched", "hits", "is_bad", "num_pins", "has_pin", "pinned_until", "text", "tier",
 }  # fmt: skip
 TRUNK = "Once upon a time there was a \x1b[31mking\x07 "
 
@@ -253,7 +253,7 @@ def test_watching_off_a_terminal_is_a_line_a_look(inspect, engine):
     lines = result.stdout.splitlines()
     assert len(lines) == 2
     assert re.match(r"\d\d:\d\d:\d\d  tiny \(pid \d+\); 100 blocks asked for so far; ", lines[0])
-    assert "7 dirty blocks (the oldest for 1.5 s), 3 transfers; 1 sequences run" in lines[1]
+    assert "7 dirty blocks (the oldest for 1.5 s), 3 transfers; sequences: 1 run" in lines[1]
 
 
 def test_watching_on_a_terminal_is_a_screen(cache, engine):

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -107,6 +108,61 @@ def test_while_an_import_waits_for_its_writer(full_cache, tmp_path):
     interrupt(process)
     process.stdin.close()
     expect_sound(target)
+
+
+AT_IMPORT = """
+import sys
+from importlib.abc import MetaPathFinder
+from signal import SIGINT, raise_signal
+wanted, *sys.argv[1:] = sys.argv[1:]
+
+class Presses(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == wanted:
+            raise_signal(SIGINT)
+
+sys.meta_path.insert(0, Presses())
+from tools.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("tools.commands", ["--help"]),
+        ("click", ["inspect", "."]),
+        ("importlib.metadata", ["--version"]),
+        ("tools.inspect_command", ["inspect", "."]),
+        ("numpy._core._multiarray_umath", ["verify", "."]),
+        ("lmdb", ["evict", ".", "--to-size", "0", "--yes"]),
+        ("engine.config", ["ask", "f", "-q", "?"]),
+        ("kvstore.planning", ["plan", "f"]),
+        ("engine.model.offline", ["why", ".", "--prompt-file", "f"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_while_modules_are_imported_it_ends_at_once_and_silently(module, arguments, tmp_path):
+    """It was a traceback of whichever import it met."""
+    result = subprocess.run(
+        [sys.executable, "-c", AT_IMPORT, module, *arguments],
+        cwd=tmp_path,
+        capture_output=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        check=False,
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (130, b"", b"")
+
+
+def test_a_background_job_that_ignores_it_goes_on():
+    result = subprocess.run(
+        [sys.executable, "-c", AT_IMPORT, "click", "--version"],
+        capture_output=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+        check=False,
+    )
+    assert result.returncode == 0
+    assert result.stdout.startswith(b"kvstore ")
 
 
 def test_while_a_document_is_read(tmp_path):

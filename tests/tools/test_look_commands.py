@@ -177,7 +177,7 @@ def test_what_fix_leaves_without_bytes_is_explained_and_is_no_finding(run, cache
     assert (would.returncode, "would fix   1: " in would.stdout) == (1, True)
     fixed = run("verify", cache, "--fix").stdout
     assert "fixed       1; what was dropped is computed anew" in fixed
-    assert "waiting     1 blocks without bytes" in fixed
+    assert "waiting     1 block without bytes" in fixed
     after = run("verify", cache, "--json")
     assert (after.returncode, json.loads(after.stdout)["bad_blocks"]) == (0, 1)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import resource
 import signal
@@ -15,8 +16,8 @@ from disk_case import damage_payload, problems_on_disk
 from kvstore.disk import DiskStore, environment
 from kvstore.disk import store as disk_store
 from kvstore.disk.attach import Attachment
-from tools.cli import cli
-from tools.cli import run as cli_run
+from tools.commands import cli
+from tools.commands import run as command_run
 
 ON_A_CACHE = {
     "inspect": ["inspect", "{cache}"],
@@ -24,6 +25,8 @@ ON_A_CACHE = {
     "why": ["why", "{cache}", "--prompt-file", "{text}"],
     "verify": ["verify", "{cache}"],
     "verify fix": ["verify", "{cache}", "--fix"],
+    "unpin dry": ["unpin", "{cache}", "--all", "--dry-run"],
+    "unpin": ["unpin", "{cache}", "--all", "--yes"],
     "evict dry": ["evict", "{cache}", "--to-size", "0", "--dry-run"],
     "evict": ["evict", "{cache}", "--to-size", "0", "--yes"],
     "compact": ["compact", "{cache}"],
@@ -63,6 +66,16 @@ def truncated(directory):
     os.truncate(directory / "data.mdb", 20_000)
 
 
+def a_named_pipe(directory):
+    missing(directory)
+    os.mkfifo(directory)
+
+
+def a_named_pipe_inside(directory):
+    (directory / "data.mdb").unlink()
+    os.mkfifo(directory / "data.mdb")
+
+
 def open_to_anyone(directory):
     directory.chmod(0o777)
 
@@ -70,6 +83,8 @@ def open_to_anyone(directory):
 MISTAKES = {
     missing: ("no such directory", 2),
     a_file: ("a file", 2),
+    a_named_pipe: ("a file", 2),
+    a_named_pipe_inside: ("no regular file", 2),
     not_a_cache: ("thesis.txt", 2),
     of_another_program: ("another LMDB", 2),
     of_a_newer_program: ("schema 99", 1),
@@ -118,6 +133,27 @@ def test_a_directory_that_is_no_cache_to_use(cache, tmp_path, name, mistake):
         return
     expect_one_line(result, status, str(cache), part)
     assert not (tmp_path / "other.kv").exists()
+
+
+def nothing(directory):
+    directory.mkdir()
+
+
+def what_an_interrupted_creation_leaves(directory):
+    lmdb.open(str(directory)).close()
+
+
+@pytest.mark.parametrize("make", [nothing, what_an_interrupted_creation_leaves])
+@pytest.mark.parametrize("name", [name for name in ON_A_CACHE if name not in ("why", "import")])
+def test_where_no_cache_is_nothing_is_found_and_nothing_is_written(tmp_path, name, make):
+    empty = tmp_path / "empty"
+    make(empty)
+    before = {path: path.stat().st_mtime_ns for path in [empty, *empty.iterdir()]}
+    arguments = command_line(name, empty, tmp_path)
+    result = run_here(*arguments, *([] if "--json" in arguments else ["--json"]))
+    assert (result.returncode, result.stderr) == (0, "")
+    assert json.loads(result.stdout).get("blocks", 0) == 0
+    assert {path: path.stat().st_mtime_ns for path in [empty, *empty.iterdir()]} == before
 
 
 @pytest.mark.parametrize("name", ON_A_CACHE)
@@ -177,7 +213,7 @@ def test_an_output_that_is_full(cache, tmp_path, name):
     err = io.StringIO()
     with open("/dev/full", "w") as full, contextlib.redirect_stdout(full):
         with contextlib.redirect_stderr(err):
-            status = cli_run(arguments)
+            status = command_run(arguments)
         expect_one_line(Result(status, "", err.getvalue()), 1, "No space left on device")
 
 

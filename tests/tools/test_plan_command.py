@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tools import plan_picture
-from tools.cli import run
+from tools.commands import run
 
 TRACE = Path(__file__).parents[1] / "data" / "mooncake_synthetic.jsonl"
 SMALL = ("--capacity-blocks", "100,1000")
@@ -60,8 +60,8 @@ def test_the_table_says_sizes_ratios_and_what_to_buy(plan):
 
 def test_policies_and_splits_become_rows_of_csv(plan):
     status, stdout, _ = plan(
-        TRACE, "--policy", "lru,slru", "--capacity-blocks", "1000", "--device", "10GiB",
-        "--host", "0,20GiB", "--disk", "200GiB", "--csv",
+        TRACE, "--policy", "lru,slru", "--capacity-blocks", "1000", "--device-cache", "10GiB",
+        "--host-cache", "0,20GiB", "--disk-cache-size", "200GiB", "--csv",
     )  # fmt: skip
     rows = list(csv.DictReader(stdout.splitlines()))
     assert status == 0
@@ -138,9 +138,9 @@ def test_a_picture_without_matplotlib_names_the_extra(plan, tmp_path, monkeypatc
         [TRACE, "--capacity-blocks", "0"],
         [TRACE, "--policy", "mru"],
         [TRACE, "--sample", "2"],
-        [TRACE, "--host", "64GiB"],
-        [TRACE, "--device", "1KiB"],
-        [TRACE, "--device", "1GiB", "--write-policy", "never"],
+        [TRACE, "--host-cache", "64GiB"],
+        [TRACE, "--device-cache", "1KiB"],
+        [TRACE, "--device-cache", "1GiB", "--write-policy", "never"],
         [TRACE, "--model", "absent"],
         [TRACE, "--plot", "curve.pdf"],
         [TRACE, "--plot", "absent/curve.png"],

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tools.cli import run
+from tools.commands import run
 
 
 @pytest.mark.parametrize("missing", ["fastapi", "uvicorn"])

@@ -19,7 +19,7 @@ from engine.text.tokenizer_file import read_tokenizer
 from kvstore.block import BlockWrite
 from kvstore.disk import DiskStore
 from kvstore.hashing import chain_refs, chain_seed, encode_tokens, namespace_id, salt_digest
-from tools.cli import run
+from tools.commands import run
 
 TEMPLATE = ["<user> The document: ", " Question: ", " <assistant>"]
 TEXT = "It was the best of times, it was the worst of times.\nIt was the age of wisdom. " * 2
@@ -102,7 +102,7 @@ def test_a_document_that_was_asked_about_is_found_as_one(why, cache):
     assert found.keys() == KEYS
     assert (found["cause"], found["read_as"], found["path"]) == ("cached", "document", str(cache))
     assert found["cached_blocks"] == found["prompt_blocks"] > 0
-    as_prompt = why(TEXT, "--json", "--no-document")
+    as_prompt = why(TEXT, "--json", "--read-as", "prompt")
     assert as_prompt.returncode == 1
     assert json.loads(as_prompt.stdout)["cause"] == "never_stored"
 
@@ -147,7 +147,7 @@ def test_a_document_that_was_removed_is_still_known_as_one(why, cache, tmp_path)
     ],
 )
 def test_a_setting_that_differs_is_named(why, options, cause, said):
-    result = why(TEXT, *options, "--document", "--json")
+    result = why(TEXT, *options, "--read-as", "document", "--json")
     found = json.loads(result.stdout)
     assert (result.returncode, found["cause"], found["read_as"]) == (1, cause, "document")
     assert said in found["sentence"]
@@ -164,16 +164,18 @@ def test_prompts_come_through_a_pipe_too(cache, model):
         check=False,
     )
     assert (result.returncode, result.stderr) == (0, "")
-    assert "full blocks of the prompt are cached" in result.stdout
+    assert "every full block of the prompt is cached" in result.stdout
 
 
 def test_a_cache_that_is_empty_explains_too(why, tmp_path):
     (tmp_path / "empty").mkdir()
     result = why("short", "--json", directory=tmp_path / "empty")
     assert (result.returncode, json.loads(result.stdout)["cause"]) == (1, "too_short")
-    result = why("short", "--document", directory=tmp_path / "empty")
+    result = why("short", "--read-as", "document", directory=tmp_path / "empty")
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith("kvstore: --document: no engine has used this cache with ")
+    assert result.stderr.startswith(
+        "kvstore: --read-as document: no engine has used this cache with "
+    )
 
 
 @pytest.mark.parametrize(
@@ -203,14 +205,14 @@ def test_a_prompt_that_is_no_text_is_one_line_and_2(cache, model):
         [*command, "--prompt-file", "-"], input=b"\xff\xfe", capture_output=True, check=False
     )
     assert (result.returncode, result.stdout) == (2, b"")
-    assert result.stderr == b"kvstore: prompt -: not UTF-8 text\n"
+    assert result.stderr == b"kvstore: prompt -: not UTF-8 text; convert it to UTF-8\n"
 
 
 def test_neither_torch_nor_transformers_is_imported(cache, model):
     code = (
         "import sys\n"
         "sys.modules['torch'] = sys.modules['triton'] = None\n"
-        "from tools.cli import run\n"
+        "from tools.commands import run\n"
         "status = run(sys.argv[1:])\n"
         "sys.exit('transformers is there' if 'transformers' in sys.modules else status)\n"
     )
