@@ -15,6 +15,7 @@ from kvstore.hashing import encode_tokens, namespace_id
 from kvstore.store import BlockStore
 from kvstore.testing import FakeEngine, MemoryDisk
 from kvstore.testing.cuda import FakeCudaRuntime, FakeEvent
+from kvstore.testing.memory_suite import CAPACITY, MemoryTierSuite
 from kvstore.tiers.cuda_runtime import TorchCudaRuntime
 from kvstore.tiers.device import CudaCopier, CudaPool
 from kvstore.tiers.host import HostPool
@@ -105,6 +106,34 @@ async def start(bench, coroutine, num_batches=1):
     return task
 
 
+# ---- what every memory tier does ----------------------------------------------------------------
+
+
+class CudaCase(MemoryTierSuite):
+    layout: BlockLayout
+
+    @pytest.fixture(autouse=True)
+    def _short_batches(self, short_batches):
+        short_batches(self.layout)
+
+    def make_tier(self):
+        self.runtime = FakeCudaRuntime()
+        pool = CudaPool(CAPACITY, self.layout, torch.device("cpu"))
+        return pool, CudaCopier(pool, runtime=self.runtime)
+
+    def raw(self, pool):
+        self.runtime.run()
+        return pool.tensor.view(CAPACITY, -1).view(torch.uint8).numpy()
+
+
+class TestLargeBlocks(CudaCase):
+    layout = LARGE
+
+
+class TestSmallBlocksThroughTheRing(CudaCase):
+    layout = SMALL
+
+
 # ---- every copy arrives, in every order ---------------------------------------------------------
 
 
@@ -154,12 +183,6 @@ def test_scattered_small_blocks_cross_as_one_piece():
     asyncio.run(bench.copy_out([20, 3, 11, 0], [4, 5, 6, 7]))
     assert bench.runtime.num_copies == before + 2  # the block ids, and the blocks
     assert bench.on_host([4, 5, 6, 7]) == [21, 4, 12, 1]
-
-
-def test_an_empty_copy_is_done_at_once():
-    bench = Bench(LARGE)
-    bench.runtime.compute.is_held = True
-    asyncio.run(bench.copy_in([], []))
 
 
 def test_a_copy_within_the_pool_stands_in_line_with_the_owners_work():

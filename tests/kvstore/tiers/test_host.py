@@ -1,11 +1,11 @@
 import asyncio
-import random
 import threading
 
 import numpy as np
 import pytest
 
 from kvstore.errors import ConfigError
+from kvstore.testing.memory_suite import CAPACITY, MemoryTierSuite
 from kvstore.tiers.base import CopierStats
 from kvstore.tiers.host import FreeIds, HostCopier, HostPool
 
@@ -27,6 +27,19 @@ def copier(pools):
     copier = HostCopier(pools[0])
     yield copier
     copier.close()
+
+
+class TestHostTier(MemoryTierSuite):
+    @pytest.fixture(autouse=True)
+    def _short_batches(self, monkeypatch):
+        monkeypatch.setattr("kvstore.tiers.runs.BATCH_BYTES", 3 * BLOCK_BYTES)
+
+    def make_tier(self):
+        pool = HostPool(CAPACITY, BLOCK_BYTES)
+        return pool, HostCopier(pool)
+
+    def raw(self, pool):
+        return pool.rows
 
 
 def content(rows, ids):
@@ -56,47 +69,12 @@ def test_a_pool_maps_exactly_its_size_and_shows_its_blocks_as_writable_bytes():
     assert content(pool.rows, range(3)) == [0, 7, 0]
 
 
-def test_allocated_and_free_blocks_add_up():
-    pool = HostPool(3, BLOCK_BYTES)
-    ids = pool.allocate(2)
-    assert (pool.num_free, pool.free_ids().isdisjoint(ids)) == (1, True)
-    pool.free(ids[0])
-    assert pool.free_ids() == {ids[0], 2}
-
-
 @pytest.mark.parametrize(
     ("capacity", "message"), [(0, "at least one block"), (1 << 50, "lower device_cache or host")]
 )
 def test_a_pool_that_cannot_be_names_the_setting(capacity, message):
     with pytest.raises(ConfigError, match=message):
         HostPool(capacity, BLOCK_BYTES)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_blocks_arrive_where_they_are_sent_and_nowhere_else(pools, copier, seed, monkeypatch):
-    monkeypatch.setattr("kvstore.tiers.runs.BATCH_BYTES", 3 * BLOCK_BYTES)
-    device, host = pools
-    choose = random.Random(seed)
-    blocks, rows = choose.sample(range(24), 24), choose.sample(range(24), 24)
-    if seed % 2:
-        rows.sort(reverse=True)
-
-    async def copy():
-        out = copier.copy_out(blocks[:10], host.rows, rows[:10])
-        into = copier.copy_in(host.rows, rows[10:20], blocks[10:20])
-        await asyncio.gather(out, into)
-
-    asyncio.run(copy())
-    assert content(host.rows, rows[:10]) == [block + 1 for block in blocks[:10]]
-    assert content(host.rows, rows[10:]) == [row + 100 for row in rows[10:]]
-    assert content(device.rows, blocks[10:20]) == [row + 100 for row in rows[10:20]]
-    rest = blocks[:10] + blocks[20:]
-    assert content(device.rows, rest) == [block + 1 for block in rest]
-
-
-def test_copies_within_the_device_are_there_on_return(pools, copier):
-    copier.copy_within([3, 4, 9], [5, 6, 1])
-    assert content(pools[0].rows, [5, 6, 1, 3]) == [4, 5, 10, 4]
 
 
 def test_a_promotion_does_not_queue_behind_a_demotion(pools, copier, monkeypatch):
