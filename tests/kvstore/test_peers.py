@@ -120,7 +120,9 @@ def test_peers_07_too_little_space_beside_the_hits_fails_without_a_trace(make_en
     before = list(engine.store.policy.victims())
     with pytest.raises(OutOfBlocksError) as raised:
         engine.store.reserve(engine.look_up(A + B + C + D + [5] * 4), 20)
-    assert (raised.value.needed_blocks, raised.value.available_blocks) == (3, 2)
+    error = raised.value
+    assert (error.needed_blocks, error.available_blocks, error.capacity_blocks) == (3, 2, 4)
+    assert "3 device blocks are needed, 2 of 4 are free or may be evicted" in str(error)
     assert list(engine.store.policy.victims()) == before
     assert found(engine, A, B) == ["device", "device"]
 
@@ -260,8 +262,10 @@ def test_peers_16_an_eviction_is_met_in_full_or_changes_nothing(make_engine):
         engine.run(prompt + END)
     lease = engine.start(C + D + END)
     resident = sorted(engine.store.index.used_slots())
+    engine.store.run_until_idle(10.0)
     with pytest.raises(OutOfBlocksError):
         engine.store.reserve(engine.store.lookup(b""), 16)
+    assert engine.store.num_pending == 0  # no copy was started for it, either
     engine.store.run_until_idle(10.0)
     assert sorted(engine.store.index.used_slots()) == resident
     engine.store.release(lease)

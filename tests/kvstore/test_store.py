@@ -72,6 +72,24 @@ def test_a_failed_reservation_changes_nothing(make_engine):
     engine.store.release(held)
 
 
+def test_an_eviction_that_must_wait_for_some_victims_evicts_none(make_engine):
+    disk = FaultyDisk(MemoryDisk())
+    engine = make_engine(4, disk=disk)
+    engine.run(A + END)
+    engine.store.flush(10.0)  # clean: could go at once
+    engine.run(B + END)  # dirty: has to be written first
+    disk.is_held = True
+    lookup = engine.look_up_memory(FILL)
+    for _ in range(3):
+        with pytest.raises(OutOfBlocksError):
+            engine.store.reserve(lookup, 16)
+        engine.store.poll()
+    for prompt in (A, B):
+        assert sources(engine.look_up_memory(prompt + END)) == ["device"]
+    disk.is_held = False
+    engine.run(FILL)
+
+
 def test_a_fork_shares_full_blocks_and_copies_the_last_one(make_engine):
     engine = make_engine(8)
     stem = A + B + [3, 3]
@@ -421,6 +439,49 @@ def test_no_request_waits_longer_for_a_shared_prefix_than_alone(make_engine):
     for lease, prompt in zip(leases, prompts, strict=True):
         engine.check_cached(lease, prompt)
         engine.store.release(lease)
+
+
+def test_who_gives_up_gets_what_has_arrived_and_others_the_rest_later(make_engine):
+    disk = FaultyDisk(MemoryDisk())
+    engine = make_engine(16, host_blocks=4, disk=disk)
+    engine.run(A + B + C + END)
+    engine.store.flush()
+    engine.store.reset()
+    engine.run(A + END)  # on the device again; the others on disk only
+    lookups = [engine.look_up(A + B + C + END) for _ in range(2)]
+    num_reads = disk.inner.num_reads
+    disk.is_held = True
+    impatient, patient = (engine.store.reserve(lookup, 13) for lookup in lookups)
+    engine.store.give_up(impatient)
+    engine.store.release(impatient)
+    instead = engine.store.reserve(lookups[0], 13)
+    assert (instead.is_ready, instead.num_cached) == (True, 1)
+    disk.is_held = False
+    engine.store.run_until_idle(10.0)
+    assert (patient.is_ready, patient.num_cached) == (True, 3)
+    assert disk.inner.num_reads - num_reads == 2
+    engine.check_cached(patient, A + B + C + END)
+    engine.compute(instead, A + B + C + END)
+    for lease in (instead, patient):
+        engine.store.release(lease)
+
+
+def test_who_gives_up_does_not_wait_for_the_head_of_a_block_again(make_engine):
+    disk = FaultyDisk(MemoryDisk())
+    engine = make_engine(disk=disk, config=StoreConfig(min_partial_tokens=2))
+    engine.run(A + END)
+    engine.store.flush()
+    engine.store.reset()
+    lookup = engine.look_up([1, 1, 1, 5, 5, *END])
+    disk.is_held = True
+    lease = engine.store.reserve(lookup, 6)
+    assert lease.partial is not None
+    engine.store.give_up(lease)
+    engine.store.release(lease)
+    lease = engine.store.reserve(lookup, 6)
+    assert (lease.is_ready, lease.partial) == (True, None)
+    engine.store.release(lease)
+    disk.is_held = False
 
 
 def test_a_load_nobody_waits_for_any_more_still_owns_its_block(make_engine):

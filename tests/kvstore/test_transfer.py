@@ -109,6 +109,50 @@ def test_writes_go_in_slices_while_the_model_runs_and_together_otherwise(make_lo
     assert loop._disk.sizes == [8, 3, 3, 2]  # at most a megabyte each
 
 
+def test_slices_take_a_quarter_of_the_time(make_loop, monkeypatch):
+    class SlowDisk(RecordingDisk):
+        async def write(self, writes):
+            self.passed_s += 1.0
+            return await super().write(writes)
+
+    disk, pauses, sleep = SlowDisk(), [], asyncio.sleep
+    disk.passed_s = 0.0
+    loop = make_loop(block_bytes=300_000, disk=disk)
+    real_time = loop._loop.time
+    monkeypatch.setattr(loop._loop, "time", lambda: real_time() + disk.passed_s)
+
+    async def note(seconds):
+        pauses.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr("kvstore.transfer.asyncio.sleep", note)
+    loop.is_model_busy = True
+    loop.write(roots(8), lambda outcome: None)
+    settle(loop)
+    assert disk.sizes == [3, 3, 2]
+    assert len(pauses) == 2
+    assert min(pauses) >= 3.0  # after a second of writing
+
+
+def test_the_throttle_is_passed_once_for_each_block(make_loop):
+    class Counting:
+        num_passed = 0
+
+        async def __aenter__(self):
+            self.num_passed += 1
+
+        async def __aexit__(self, *error):
+            pass
+
+    loop = make_loop()
+    loop._throttle = throttle = Counting()
+    loop.write(roots(5), lambda outcome: None)
+    loop.is_model_busy = True
+    loop.write(roots(9)[5:], lambda outcome: None)
+    settle(loop)
+    assert throttle.num_passed == 9
+
+
 def test_a_job_that_fails_unexpectedly_is_a_broken_transfer_and_the_loop_goes_on(make_loop, caplog):
     loop, outcomes = make_loop(), []
 

@@ -40,6 +40,34 @@ def test_nearly_full_memory_is_cleaned_until_the_low_watermark_oldest_first(make
     assert engine.store.stats().dirty_blocks == 0
 
 
+def test_cleaning_by_fill_ends_at_the_low_watermark_when_the_fill_has_gone(make_engine, clock):
+    disk = FaultyDisk(MemoryDisk())
+    config = StoreConfig(
+        dirty_max_age_s=1000.0, high_watermark=0.75, low_watermark=0.5, group_commit_bytes=1
+    )
+    engine = make_engine(16, disk=disk, config=config, clock=clock)
+    engine.run(document(1, 8) + END)
+    engine.run(document(2, 4) + END, "tenant")
+    disk.is_held = True
+    engine.store.poll()  # starts to write the first of twelve
+    engine.store.reset(salt="tenant")
+    disk.is_held = False
+    settle(engine)
+    assert (len(disk.inner.blocks), engine.store.stats().dirty_blocks) == (1, 7)
+
+
+def test_write_back_leaves_full_memory_dirty_until_somebody_needs_the_room(make_engine, clock):
+    memory = MemoryDisk()
+    config = StoreConfig(write_policy="write_back", high_watermark=0.5, low_watermark=0.1)
+    engine = make_engine(16, disk=memory, config=config, clock=clock)
+    engine.run(document(1, 15) + END)
+    clock.advance(1e6)
+    settle(engine)
+    assert (memory.blocks, engine.store.stats().dirty_blocks) == ({}, 15)
+    engine.run(document(2, 1) + END)
+    assert len(memory.blocks) > 0
+
+
 def test_a_parent_is_written_before_its_children_whatever_the_group(make_engine, clock):
     memory = MemoryDisk()
     engine = make_engine(32, disk=memory, config=StoreConfig(group_commit_bytes=1), clock=clock)
