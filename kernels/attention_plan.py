@@ -1,4 +1,4 @@
-"""How the attention twin goes through a batch: read once per step, used by every layer.
+"""How the twins go through a batch: read once per step, used by every layer.
 
 ``block_tables``, ``cu_seqlens_q`` and ``seq_lens`` are the same for all layers of a step. Turning
 them into Python numbers and into runs of adjacent blocks takes about a millisecond per hundred
@@ -58,7 +58,8 @@ class Chunk:
 class Group:
     """One query token each of several sequences, padded to the same number of blocks.
 
-    rows         rows of q, int64 [num_seqs]
+    rows         rows of q, int64 [num_seqs], ascending
+    is_whole     these are all of them
     length       gathered positions per sequence
     hidden       bool [num_seqs, length]: positions that the query does not see; None for none
     hidden_rows  the same as indices into [num_seqs · length]
@@ -67,6 +68,7 @@ class Group:
     """
 
     rows: Tensor
+    is_whole: bool
     length: int
     hidden: Tensor | None
     hidden_rows: Tensor | None
@@ -83,9 +85,18 @@ class Plan:
     zero_rows: Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class WritePlan:
+    """``kept``: rows that are not padding, None for all; ``where``: their blocks, and offsets."""
+
+    kept: Tensor | None
+    where: tuple[Tensor, Tensor]
+
+
 class _KeptPlans(threading.local):
     def __init__(self) -> None:
         self.by_kind: dict[object, tuple[tuple[Tensor | None, ...], Plan]] = {}
+        self.write: tuple[Tensor, int, WritePlan] | None = None
 
 
 _kept = _KeptPlans()
@@ -125,6 +136,20 @@ def plan_attention(
     if len(_kept.by_kind) >= MAX_PLANS:
         _kept.by_kind.clear()
     _kept.by_kind[kind] = (tuple(None if t is None else t.clone() for t in metadata), plan)
+    return plan
+
+
+def plan_write(slot_mapping: Tensor, block_size: int) -> WritePlan:
+    """Where new keys and values go, from the previous call when the slots are equal."""
+    kept = _kept.write
+    if kept is not None and kept[1] == block_size and _same(kept[0], slot_mapping):
+        return kept[2]
+    slots, rows = slot_mapping, None
+    if bool((slots < 0).any()):
+        rows = (slots >= 0).nonzero().squeeze(1)
+        slots = slots[rows]
+    plan = WritePlan(rows, (slots // block_size, slots % block_size))
+    _kept.write = slot_mapping.clone(), block_size, plan
     return plan
 
 
@@ -195,7 +220,7 @@ def _make_plan(
     groups: list[Group] = []
 
     def add(members: list[_Single], shared: Blocks | None) -> None:
-        groups.append(_make_group(members, tables, block_size, window, device, shared))
+        groups.append(_make_group(members, tables, firsts[-1], block_size, window, device, shared))
 
     if may_batch and window is None:
         families, singles = _families(singles, tables, block_size)
@@ -268,18 +293,19 @@ def _group_by_length(
             groups.append([])
             used = single.num_blocks
         groups[-1].append(single)
-    return groups
+    return [sorted(group, key=lambda single: single.row) for group in groups]
 
 
 def _make_group(
     members: list[_Single],
     tables: Tensor,
+    num_rows: int,
     block_size: int,
     window: int | None,
     device: torch.device,
     shared: Blocks | None,
 ) -> Group:
-    width = members[-1].num_blocks
+    width = max(single.num_blocks for single in members)
     ids = []
     for single in members:
         begin = single.origin // block_size
@@ -294,6 +320,7 @@ def _make_group(
     hides = bool(hidden.any())
     return Group(
         rows=torch.tensor([single.row for single in members], device=device),
+        is_whole=len(members) == num_rows,
         length=length,
         hidden=hidden.to(device) if hides else None,
         hidden_rows=hidden.flatten().nonzero()[:, 0].to(device) if hides else None,

@@ -20,14 +20,13 @@ read from there once per tile; scores are written and read three times.
 
 import math
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from kernels.attention_plan import Blocks, Chunk, Group, Plan, plan_attention
+from kernels.attention_plan import Blocks, Chunk, Group, Plan, plan_attention, plan_write
 
 # Rows of one tile (query positions × heads per KV head): enough to keep the matrix units busy
 # and to outweigh torch's copy of the keys and values that it sees, few enough that its scores
@@ -42,15 +41,23 @@ class _Buffers(threading.local):
 
     def __init__(self) -> None:
         self.flat: dict[str, Tensor] = {}
+        self.views: dict[str, Tensor] = {}  # the last of each name: the layers of a step want it
 
-    def get(self, name: str, shape: Sequence[int], like: Tensor, dtype: torch.dtype) -> Tensor:
+    def get(self, name: str, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype) -> Tensor:
         """A contiguous tensor, its contents undefined, valid until the next ``get`` of its name."""
-        size = math.prod(shape)
-        flat = self.flat.get(name)
-        if flat is None or flat.dtype != dtype or flat.device != like.device or len(flat) < size:
+        view = self.views.get(name)
+        if view is None or not _fits(view, dtype, like) or view.shape != shape:
+            size = math.prod(shape)
+            flat = self.flat.get(name)
             with torch.inference_mode(False):  # such a tensor may be written in either mode
-                flat = self.flat[name] = torch.empty(size, dtype=dtype, device=like.device)
-        return flat[:size].view(*shape)
+                if flat is None or not _fits(flat, dtype, like) or len(flat) < size:
+                    flat = self.flat[name] = torch.empty(size, dtype=dtype, device=like.device)
+                view = self.views[name] = flat[:size].view(shape)
+        return view
+
+
+def _fits(buffer: Tensor, dtype: torch.dtype, like: Tensor) -> bool:
+    return buffer.dtype == dtype and buffer.device == like.device
 
 
 _buffers = _Buffers()
@@ -146,7 +153,7 @@ class _Attention:
         # 0 · NaN is NaN, and nobody wrote the slots past a sequence's end.
         zeroed = group.hidden_rows
         v = _gather_heads("v", self.v_pool, group.blocks, num_seqs, group.length, zeroed)
-        q = self._scaled(self.q[group.rows], k.dtype)
+        q = self._scaled(self.q if group.is_whole else self.q[group.rows], k.dtype)
         scores = self._scores(q.view(num_seqs * num_kv_heads, heads_per_kv, head_dim), k)
         if group.hidden is not None:
             hidden = group.hidden[:, None]
@@ -155,7 +162,11 @@ class _Attention:
             result = torch.bmm(self._weights(scores, v.dtype), v)
         else:
             result = self._attend_shared(group.shared, q, scores, v)
-        self.out[group.rows] = result.reshape(num_seqs, -1, head_dim).to(self.out.dtype)
+        result = result.reshape(num_seqs, -1, head_dim)
+        if group.is_whole:
+            self.out.copy_(result)
+        else:
+            self.out[group.rows] = result.to(self.out.dtype)
 
     def _attend_shared(self, shared: Blocks, q: Tensor, scores: Tensor, v: Tensor) -> Tensor:
         """Of queries ``[num_seqs, num_heads, head_dim]`` that see the same blocks first, which are
@@ -265,13 +276,11 @@ def _below(count: int, diagonal: int, device: torch.device) -> Tensor:
 
 def write_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slot_mapping: Tensor) -> None:
     """Twin of the Triton cache write; arguments as in ``kernels.cache_write``."""
-    if bool((slot_mapping < 0).any()):
-        kept = (slot_mapping >= 0).nonzero().squeeze(1)
-        k, v, slot_mapping = k[kept], v[kept], slot_mapping[kept]
-    block_size = k_pool.shape[1]
-    where = (slot_mapping // block_size, slot_mapping % block_size)
-    k_pool.index_put_(where, k)
-    v_pool.index_put_(where, v)
+    plan = plan_write(slot_mapping, k_pool.shape[1])
+    if plan.kept is not None:
+        k, v = k[plan.kept], v[plan.kept]
+    k_pool.index_put_(plan.where, k)
+    v_pool.index_put_(plan.where, v)
 
 
 def gather_blocks(pool: Tensor, block_ids: Tensor, out: Tensor) -> Tensor:

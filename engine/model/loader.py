@@ -51,6 +51,7 @@ class LoadedModel:
     attention_modules  for each model layer, the module that calls attention
     identity           what the namespace of its blocks is the digest of (``engine.model.identity``)
     fixed_shapes       in deterministic mode the shapes of all forwards, else None
+    is_packed          its linear layers are (``engine.model.packed_linear``)
     name               what the user called it
     max_model_len      most positions of one sequence
     vocab_size         columns of the logits
@@ -65,6 +66,7 @@ class LoadedModel:
     attention_modules: tuple[torch.nn.Module, ...]
     identity: dict[str, Any]
     fixed_shapes: FixedShapes | None
+    is_packed: bool
     name: str
     max_model_len: int
     vocab_size: int
@@ -209,6 +211,7 @@ def prepare_model(
             run=run,
         ),
         fixed_shapes=fixed_shapes,
+        is_packed=is_packed,
         name=name,
         max_model_len=max_len,
         vocab_size=network.get_output_embeddings().weight.shape[0],

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
+from engine.runner.cpu_threads import on_all_threads
 from engine.runner.forward_context import current_context
 
 PAGED = "kvstore_paged"
@@ -66,7 +67,11 @@ def paged_attention(
     }
     tables, seq_lens = step.block_tables, step.seq_lens
     if step.is_decode:
-        backend.paged_decode(q, k_pool, v_pool, tables, seq_lens, **options)
+        arguments = q, k_pool, v_pool, tables, seq_lens
+        if step.is_long:
+            on_all_threads(backend.paged_decode, *arguments, **options)
+        else:
+            backend.paged_decode(*arguments, **options)
     else:
         cu_seqlens_q = step.cu_seqlens_q
         backend.paged_prefill(q, k_pool, v_pool, tables, cu_seqlens_q, seq_lens, **options)

@@ -63,16 +63,14 @@ def find_backend(
         )
     split_len = DECODE_SPLIT if is_deterministic else None
     has_kernel = layout.head_dim % 16 == 0 and layout.head_dim <= checks.MAX_TRITON_HEAD_DIM
-    if launchers_run_triton and (name == "torch" or (name == "auto" and not has_kernel)):
+    runs_twin = name == "torch" or (name == "auto" and not has_kernel) or not launchers_run_triton
+    if runs_twin:  # as it is: the launcher's checks would take 40 µs of each layer of each step
         decode = partial(_twin_decode, split_len=split_len)
         return AttentionBackend(
             "torch", reference.write_kv, _twin_prefill, decode, is_capturable=False
         )
-    chosen = "triton" if launchers_run_triton else "torch"
     decode = partial(paged_decode, split_len=split_len)
-    return AttentionBackend(
-        chosen, write_kv, paged_prefill, decode, is_capturable=chosen == "triton"
-    )
+    return AttentionBackend("triton", write_kv, paged_prefill, decode)
 
 
 def _twin_prefill(
@@ -90,7 +88,6 @@ def _twin_prefill(
     out: torch.Tensor,
     split_len: int | None = None,
 ) -> torch.Tensor:
-    """The twin, where the launcher would run the kernel."""
     options = (scale, window, softcap, sinks, split_len, out)
     return reference.attend(q, k_pool, v_pool, block_tables, cu_seqlens_q, seq_lens, *options)
 

@@ -50,6 +50,7 @@ class StepMetadata:
     cu_seqlens_q   [num_seqs + 1] int32, where each sequence's new tokens begin
     seq_lens       [num_seqs] int32, prefix plus new tokens
     is_decode      every sequence has exactly one new token
+    is_long        so many positions are attended to that attention is worth all of a CPU's threads
     """
 
     slot_mapping: torch.Tensor
@@ -57,6 +58,7 @@ class StepMetadata:
     cu_seqlens_q: torch.Tensor
     seq_lens: torch.Tensor
     is_decode: bool
+    is_long: bool = True
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ import torch
 
 from engine.runner.attention_backends import find_backend
 from engine.runner.backend_choice import choose_backend
+from engine.runner.cpu_threads import on_one_thread
 from engine.runner.decode_graphs import (
     DecodeGraphs,
     GraphApi,
@@ -63,6 +64,9 @@ class SequenceStep:
     def num_logits(self) -> int:
         return len(self.token_ids) if self.wants_all else int(self.wants_logits)
 
+
+# Positions of all sequences of a decode step from which on attention takes all threads of a CPU.
+_LONG_POSITIONS = 4096
 
 # A sequence of length 0: its token is computed and thrown away, its K and V are not stored.
 _PADDING = SequenceStep((0,), -1, (), False)
@@ -267,7 +271,8 @@ class ModelRunner:
         self, steps: Sequence[SequenceStep], keep: Sequence[int], table_width: int = 1
     ) -> torch.Tensor:
         token_ids, positions, kept, metadata = self._build(steps, keep, table_width)
-        with torch.inference_mode(), forward_context(self._context, metadata):
+        threads = on_one_thread() if self._is_narrow(metadata) else nullcontext()
+        with torch.inference_mode(), forward_context(self._context, metadata), threads:
             output = self._loaded.model(
                 input_ids=token_ids[None],
                 position_ids=positions[None],
@@ -276,6 +281,10 @@ class ModelRunner:
             )
             logits: torch.Tensor = output.logits[0].float()
         return logits
+
+    def _is_narrow(self, step: StepMetadata) -> bool:
+        """Whether small operators would wait for threads more than these save them."""
+        return self._loaded.is_packed and step.is_decode
 
     def _forward_decode(
         self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: StepMetadata
@@ -339,6 +348,7 @@ class ModelRunner:
             cu_seqlens_q=ints32[cu_at:],
             seq_lens=ints32[lens_at : lens_at + num_seqs],
             is_decode=num_tokens == num_seqs,
+            is_long=int(seq_lens.sum()) >= _LONG_POSITIONS,
         )
         rows = ints64[: 3 * num_tokens].view(3, num_tokens)
         return rows[1], rows[2], ints64[3 * num_tokens :], metadata

@@ -74,6 +74,16 @@ def test_metadata_rewritten_in_place_is_planned_anew():
     assert_answers(first, decode(first))
 
 
+def test_slots_rewritten_in_place_are_looked_at_anew():
+    pools = torch.zeros(2, 3, 4, 1, 16)
+    slots = torch.tensor([5, -1])
+    for first, second in ((5, -1), (6, 2)):
+        slots.copy_(torch.tensor([first, second]))
+        reference.write_kv(*torch.ones(2, 2, 1, 16), *pools, slots)
+    written = pools[..., 0].flatten(1).nonzero()
+    assert written.tolist() == [[pool, slot] for pool in (0, 1) for slot in (2, 5, 6)]
+
+
 @pytest.mark.parametrize("num_seqs", [1, 7, 40])
 def test_decode_of_many_lengths_pads_into_groups(num_seqs):
     case = make_case([(13 * i % 300, 1) for i in range(num_seqs)], heads_per_kv=3)
@@ -115,6 +125,7 @@ def test_buffers_made_in_inference_mode_serve_outside_of_it():
     """torch refuses to write into a tensor made in inference mode anywhere else."""
     case = make_case([(40, 30), (70, 1), (90, 1)], softcap=20.0, window=50)
     reference._buffers.flat.clear()
+    reference._buffers.views.clear()
     with torch.inference_mode():
         inside = prefill(case)
     assert torch.equal(prefill(case), inside)

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.model.packed_linear import PackedLinear, can_pack, pack_linears
+from engine.model.packed_linear import JointLinear, PackedLinear, can_pack, pack_linears
 
 needs_bfloat16 = pytest.mark.skipif(
     not can_pack(nn.Linear(2, 2).bfloat16()), reason="oneDNN here multiplies no bfloat16"
@@ -65,3 +65,55 @@ def test_a_layer_that_does_more_than_multiply_is_left_alone():
     network = nn.Sequential(Scaled(4, 4)).bfloat16()
     pack_linears(network)
     assert type(network[0]) is Scaled
+
+
+class Attention(nn.Module):
+    """Three layers that are given the same rows, by the names transformers gives them."""
+
+    def __init__(self, num_inputs: int = 32, bias: bool = True) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(32, 48, bias=bias)
+        self.k_proj = nn.Linear(num_inputs, 16, bias=bias)
+        self.v_proj = nn.Linear(32, 16, bias=bias)
+
+
+def attention(**options) -> Attention:
+    torch.manual_seed(0)
+    return Attention(**options).bfloat16().requires_grad_(False)
+
+
+def layers(module: Attention) -> list[nn.Module]:
+    return [module.q_proj, module.k_proj, module.v_proj]
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("bias", [False, True])
+def test_layers_with_the_same_rows_are_one_product(bias):
+    plain, joint = attention(bias=bias), attention(bias=bias)
+    pack_linears(joint)
+    assert all(type(layer) is JointLinear for layer in layers(joint))
+    rows = torch.randn(5, 32).bfloat16()
+    with torch.inference_mode():
+        for mine, theirs in zip(layers(joint), layers(plain), strict=True):
+            torch.testing.assert_close(mine(rows), theirs(rows), rtol=2e-2, atol=2e-2)
+    assert joint.q_proj._product._last is None
+
+
+@needs_bfloat16
+def test_no_layer_is_given_the_product_of_other_rows():
+    """Two threads that run one model may call its layers in any order."""
+    plain, joint = attention(), attention()
+    pack_linears(joint)
+    mine, others = (torch.randn(5, 32).bfloat16() for _ in range(2))
+    calls = [(0, mine), (0, others), (1, mine), (2, others), (1, others), (2, mine), (1, mine)]
+    with torch.inference_mode():
+        for index, rows in calls:
+            expected = layers(plain)[index](rows)
+            torch.testing.assert_close(layers(joint)[index](rows), expected, rtol=2e-2, atol=2e-2)
+
+
+@needs_bfloat16
+def test_layers_that_cannot_be_given_the_same_rows_stay_apart():
+    network = attention(num_inputs=64)
+    pack_linears(network)
+    assert all(type(layer) is PackedLinear for layer in layers(network))
