@@ -19,7 +19,7 @@ from engine.scheduling.queue_stats import render_queue
 from engine.scheduling.request import Request
 from engine.scheduling.sequence import CacheOptions
 from engine.stream import Stream
-from engine.text.prompts import Message, Prompt
+from engine.text.prompts import Message, Prompt, refuse_adapter, salt_of
 from kvstore.reports.metrics import render
 from kvstore.stats import StoreStats
 
@@ -95,6 +95,7 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         cache_salt: str | None = None,
+        lora_request: None = None,
     ) -> AsyncGenerator[RequestOutput]:
         """Yield what is new of the answer as it comes; the last delta says ``finished``.
 
@@ -102,6 +103,7 @@ class AsyncLLM:
         tokens and logprobs. Closing the iterator, or cancelling the task that reads it, aborts the
         request. Whoever stops reading pauses it (``engine.stream``).
         """
+        refuse_adapter(lora_request)
         stream = await self.open(prompt, sampling_params, request_id, cache_salt=cache_salt)
         try:
             async for delta in stream:
@@ -116,8 +118,10 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         cache_salt: str | None = None,
+        lora_request: None = None,
     ) -> AsyncGenerator[RequestOutput]:
         """The next message of a conversation, as ``generate`` yields it."""
+        refuse_adapter(lora_request)
         prompt = await self.read_messages(messages)
         deltas = self.generate(prompt, sampling_params, request_id, cache_salt=cache_salt)
         async with contextlib.aclosing(deltas):
@@ -163,6 +167,10 @@ class AsyncLLM:
         """End every request where it is."""
         self._llm._core.abort_all_nowait()
         await self._call(lambda: None)
+
+    async def read(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt."""
+        return await self._tokenize(lambda: self._llm._reader.read(prompt)[1])
 
     async def read_messages(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, up to where the model's next message begins."""
@@ -233,7 +241,7 @@ class AsyncLLM:
         stream: Stream | None,
     ) -> Request:
         """A request that the step thread has taken."""
-        llm, cache = self._llm, CacheOptions(cache_salt or "")
+        llm, cache = self._llm, CacheOptions.of(salt_of(prompt, cache_salt))
 
         def make() -> Request:
             text, token_ids = llm._reader.read(prompt)

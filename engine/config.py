@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from kvstore.config import StoreConfig, parse_size
+from kvstore.config import StoreConfig, check_kinds, parse_size
 from kvstore.errors import ConfigError
 
 # Arguments of vLLM that have nothing to change here, with the values they are accepted at
@@ -117,6 +117,7 @@ class EngineConfig:
     store_config: StoreConfig | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         if self.block_size not in (8, 16, 32, 64, 128, 256):
             raise ConfigError(
                 f"block_size: expected 8, 16, 32, 64, 128 or 256, got {self.block_size!r}"
@@ -134,7 +135,7 @@ class EngineConfig:
             "max_total_tokens",
         ):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if value is not None and value < 1:
                 raise ConfigError(f"{name}: expected an integer of at least 1, got {value!r}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(

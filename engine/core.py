@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -179,7 +179,9 @@ class EngineCore:
         try:
             reached.result(timeout)
         except TimeoutError:
-            return False
+            if reached.cancel():  # it is looked at no more
+                return False
+            reached.result()
         return True
 
     def close(self, timeout: float | None = None) -> None:
@@ -293,12 +295,19 @@ class EngineCore:
             self._step(batch)
         elif (stuck := self._stuck()) is not None:
             self._fail(stuck)
-        for entry in list(self._awaited):
-            is_true, reached = entry
-            if is_true():
-                self._awaited.remove(entry)
-                reached.set_result(None)
+        self._awaited = [each for each in self._awaited if not self._is_over(*each)]
         return bool(batch) or self.scheduler.has_more
+
+    @staticmethod
+    def _is_over(is_true: Callable[[], bool], reached: "Future[None]") -> bool:
+        """Whether nobody waits for a condition any more: it holds, or their time ran out."""
+        if reached.cancelled():
+            return True
+        if not is_true():
+            return False
+        if reached.set_running_or_notify_cancel():
+            reached.set_result(None)
+        return True
 
     def _sleep(self) -> bool:
         """Until a command, a finished transfer or the next cleaning; whether none of them came."""
@@ -480,7 +489,8 @@ class EngineCore:
             logger.exception("closing the store failed")
         finally:
             for result in left:
-                result.set_exception(closed)
+                with contextlib.suppress(InvalidStateError):  # who waited for it gave up
+                    result.set_exception(closed)
             del self.runner
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()

@@ -34,7 +34,15 @@ from engine.session import Session
 from engine.stream import OutputStream, Stream
 from engine.text.document_file import names_a_file, read_document
 from engine.text.document_prompt import DocumentPrompt
-from engine.text.prompts import Message, Prompt, PromptReader, as_params, as_prompts
+from engine.text.prompts import (
+    Message,
+    Prompt,
+    PromptReader,
+    as_params,
+    as_prompts,
+    refuse_adapter,
+    salt_of,
+)
 from engine.text.request_maker import RequestMaker
 from kvstore.block import TierName
 from kvstore.errors import ConfigError
@@ -119,6 +127,7 @@ class LLM:
         cache_salt: str | None = None,
         cache_priority: int = 0,
         cache_priority_ttl_s: float | None = None,
+        lora_request: None = None,
     ) -> list[RequestOutput]: ...
 
     @overload
@@ -132,6 +141,7 @@ class LLM:
         cache_salt: str | None = None,
         cache_priority: int = 0,
         cache_priority_ttl_s: float | None = None,
+        lora_request: None = None,
     ) -> OutputStream: ...
 
     def generate(
@@ -144,27 +154,29 @@ class LLM:
         cache_salt: str | None = None,
         cache_priority: int = 0,
         cache_priority_ttl_s: float | None = None,
+        lora_request: None = None,
     ) -> list[RequestOutput] | OutputStream:
         """Answer prompts, all as one continuously batched set, in the order they were given.
 
         A prompt is text, a list of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids":
         ids}``. ``sampling_params`` is one for all (default ``SamplingParams()``) or one each.
-        Prompts with different ``cache_salt`` never share blocks. Blocks of a lower
-        ``cache_priority`` leave the device first; a priority ends after ``cache_priority_ttl_s``.
-        Shows a progress bar on a terminal. After Ctrl-C the prompts of this call are aborted.
+        Prompts with different ``cache_salt`` never share blocks; a dictionary may bring its own.
+        Blocks of a lower ``cache_priority`` leave the device first; a priority ends after
+        ``cache_priority_ttl_s``. Shows a progress bar on a terminal. After Ctrl-C the prompts of
+        this call are aborted.
 
         With ``stream`` the answers come as an iterator of what is new (``engine.stream``); closing
         it aborts the rest.
         """
         many = as_prompts(prompts)
         params = as_params(sampling_params, len(many))
-        cache = CacheOptions.of(cache_salt, cache_priority, cache_priority_ttl_s)
+        refuse_adapter(lora_request)
         news = threading.Event()
         requests = [
             self._requests.make(
                 *self._reader.read(prompt),
                 each,
-                cache,
+                CacheOptions.of(salt_of(prompt, cache_salt), cache_priority, cache_priority_ttl_s),
                 stream=Stream(news.set, self._core.look_again) if stream else None,
             )
             for prompt, each in zip(many, params, strict=True)
@@ -180,12 +192,19 @@ class LLM:
         *,
         use_tqdm: bool = True,
         cache_salt: str | None = None,
+        lora_request: None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, given as messages with role and content."""
         is_one = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if is_one else messages
         prompts = [self._reader.read_messages(conversation) for conversation in conversations]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, cache_salt=cache_salt)
+        return self.generate(
+            prompts,
+            sampling_params,
+            use_tqdm=use_tqdm,
+            cache_salt=cache_salt,
+            lora_request=lora_request,
+        )
 
     def start(
         self,
@@ -203,7 +222,8 @@ class LLM:
 
         Raises ``QueueFullError`` when too many requests wait, ``ConfigError`` for an id in use.
         """
-        cache = CacheOptions.of(cache_salt, cache_priority, cache_priority_ttl_s)
+        salt = salt_of(prompt, cache_salt)
+        cache = CacheOptions.of(salt, cache_priority, cache_priority_ttl_s)
         text, token_ids = self._reader.read(prompt)
         params = sampling_params or SamplingParams()
         news = threading.Event()
@@ -318,7 +338,7 @@ class LLM:
 
         Nothing is computed, loaded or counted. ``print(llm.explain(text).sentence)``.
         """
-        salt = cache_salt or ""
+        salt = salt_of(prompt, cache_salt) or ""
         check_salt(salt)
         _, token_ids = self._reader.read(prompt)
         return explain_prompt(self._core, self._loaded, self.config.disk_cache, token_ids, salt)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from kvstore.errors import ConfigError
 
@@ -48,6 +48,24 @@ def cache_home() -> Path:
         ) from None
 
 
+_KINDS = {bool: "True or False", int: "an integer", float: "a number", type(None): "None"}
+
+
+def check_kinds(config: Any) -> None:
+    """Refuse, in a dataclass, what is no number where one is expected, or no switch.
+
+    True is none: Python takes it for 1. Raises ``ConfigError``.
+    """
+    for field in fields(config):
+        kinds, value = get_args(field.type) or (field.type,), getattr(config, field.name)
+        if not set(kinds) <= set(_KINDS):
+            continue
+        accepted = (*kinds, int) if float in kinds else kinds
+        if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in kinds):
+            expected = " or ".join(_KINDS[kind] for kind in kinds)
+            raise ConfigError(f"{field.name}: expected {expected}, got {value!r}")
+
+
 def _check_choice(config: Any, name: str, choices: tuple[str, ...]) -> None:
     if getattr(config, name) not in choices:
         raise ConfigError(
@@ -57,7 +75,7 @@ def _check_choice(config: Any, name: str, choices: tuple[str, ...]) -> None:
 
 def _check_at_least(config: Any, name: str, least: float) -> None:
     value = getattr(config, name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
+    if not value >= least:
         raise ConfigError(f"{name}: expected a number of at least {least}, got {value!r}")
 
 
@@ -88,6 +106,7 @@ class DiskConfig:
     salt_quota: int | str | None = None  # bytes one salt may hold of a namespace
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         _check_choice(self, "disk_mode", ("rw", "ro"))
         _check_choice(self, "durability", ("process", "power"))
         _check_choice(self, "on_corruption", ("set_aside", "raise"))

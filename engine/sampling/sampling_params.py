@@ -6,7 +6,7 @@ Importable without torch.
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from kvstore.errors import ConfigError
@@ -168,6 +168,10 @@ class SamplingParams:
         object.__setattr__(self, "allowed_token_ids", allowed)
         object.__setattr__(self, "bad_words", bad_words)
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+
+    def clone(self) -> "SamplingParams":
+        """A copy, as vLLM has it; parameters never change, so whoever got them may keep them."""
+        return replace(self)
 
     @property
     def is_greedy(self) -> bool:

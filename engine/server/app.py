@@ -14,10 +14,9 @@ from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from engine.async_llm import AsyncLLM, AsyncOutputStream
 from engine.outputs import RequestOutput
 from engine.sampling.sampling_params import SamplingParams
-from engine.server.bodies import BodyLimit, ChatBody, CompletionBody
+from engine.server.bodies import Body, BodyLimit, ChatBody, CompletionBody
 from engine.server.errors import ApiError, handle_errors
 from engine.server.replies import ChatReply, Reply, TextReply
-from engine.text.prompts import Prompt
 from kvstore.errors import StoreClosedError
 
 T = TypeVar("T")
@@ -91,7 +90,8 @@ class _Server:
                 each if isinstance(each, str) else await self._llm.decode(each) for each in prompts
             ]
         reply = TextReply(body.model, params.n, wants_usage=body.wants_usage, echoes=echoes)
-        return await self._reply(request, reply, prompts, params, body.cache_salt, body.stream)
+        read = [await self._llm.read(prompt) for prompt in prompts]
+        return await self._reply(request, reply, read, params, body)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         self._check_model(body.model)
@@ -103,25 +103,26 @@ class _Server:
             wants_usage=body.wants_usage,
             num_top=params.logprobs or 0,
         )
-        return await self._reply(request, reply, [prompt], params, body.cache_salt, body.stream)
+        return await self._reply(request, reply, [prompt], params, body)
 
     async def _reply(
         self,
         request: Request,
         reply: Reply,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[list[int]],
         params: SamplingParams,
-        cache_salt: str | None,
-        is_streamed: bool | None,
+        body: Body,
     ) -> Response:
+        for prompt in prompts:
+            body.check_room(len(prompt), self._llm.max_model_len)
         numbered = [(prompt, f"{reply.id}-{number}") for number, prompt in enumerate(prompts)]
         try:
-            if is_streamed:
-                streams = await self._open(numbered, params, cache_salt)
+            if body.stream:
+                streams = await self._open(numbered, params, body.cache_salt)
                 events = _events(reply, streams)
                 return StreamingResponse(events, 200, _EVENT_HEADERS, "text/event-stream")
             answers = (
-                self._llm.answer(prompt, params, name, cache_salt=cache_salt)
+                self._llm.answer(prompt, params, name, cache_salt=body.cache_salt)
                 for prompt, name in numbered
             )
             outputs = await _while_connected(request, _all(answers))
@@ -130,7 +131,7 @@ class _Server:
             raise ApiError.of(error) from None
 
     async def _open(
-        self, numbered: Sequence[tuple[Prompt, str]], params: SamplingParams, salt: str | None
+        self, numbered: Sequence[tuple[list[int], str]], params: SamplingParams, salt: str | None
     ) -> list[AsyncOutputStream]:
         """A stream for each prompt, or none."""
         streams: list[AsyncOutputStream] = []

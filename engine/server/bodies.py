@@ -131,6 +131,25 @@ class Body(BaseModel):
         """Whether a stream ends with a chunk that has the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
+    def _limit(self) -> tuple[str, int | None]:
+        """The most tokens that the client asked for, and its name for them."""
+        return "max_tokens", self.max_tokens
+
+    def check_room(self, num_prompt: int, max_model_len: int) -> None:
+        """Raises ``ApiError`` where prompt and answer may be longer than the context. A prompt that
+        alone is too long is the engine's to refuse."""
+        name, most = self._limit()
+        cut = self.truncate_prompt_tokens
+        if cut is not None:
+            num_prompt = min(num_prompt, max_model_len - 1 if cut == -1 else cut)
+        room = max_model_len - num_prompt
+        if most is not None and 0 < room < most:
+            message = (
+                f"{name}: {most} tokens behind a prompt of {num_prompt} are more than the context "
+                f"of {max_model_len}; ask for at most {room}"
+            )
+            raise ApiError(400, message, param=name, code="context_length_exceeded")
+
     def _sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         named = {name: getattr(self, name) for name in _SAMPLING}
         given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
@@ -174,11 +193,12 @@ class ChatBody(Body):
     def sampling(self) -> SamplingParams:
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs: only with logprobs=true", param="top_logprobs")
-        most = self.max_completion_tokens
-        return self._sampling(
-            self.max_tokens if most is None else most,
-            (self.top_logprobs or 0) if self.logprobs else None,
-        )
+        return self._sampling(self._limit()[1], (self.top_logprobs or 0) if self.logprobs else None)
+
+    def _limit(self) -> tuple[str, int | None]:
+        if self.max_completion_tokens is None:
+            return super()._limit()
+        return "max_completion_tokens", self.max_completion_tokens
 
 
 def _by_token_id(bias: Mapping[str, float]) -> dict[int, float]:

@@ -35,12 +35,13 @@ class PromptReader:
     def read(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """A prompt's text, None when it came without, and its token ids."""
         if isinstance(prompt, Mapping):
-            if set(prompt) not in ({"prompt"}, {"prompt_token_ids"}):
+            content = [prompt[name] for name in prompt if name != "cache_salt"]
+            if set(prompt) - {"cache_salt"} not in ({"prompt"}, {"prompt_token_ids"}):
                 raise ConfigError(
-                    'a prompt dictionary has one key, "prompt" or "prompt_token_ids", got '
-                    + ", ".join(map(repr, prompt))
+                    'a prompt dictionary has one key, "prompt" or "prompt_token_ids", and perhaps '
+                    '"cache_salt", got ' + ", ".join(map(repr, prompt))
                 )
-            prompt = next(iter(prompt.values()))
+            (prompt,) = content
         if isinstance(prompt, str):
             tokenizer = self.need_tokenizer("a text prompt")
             check_text(prompt)
@@ -104,6 +105,22 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     many: list[Any] = list(prompts)
     is_one = bool(many) and all(isinstance(item, int) for item in many)
     return [many] if is_one else many
+
+
+def salt_of(prompt: Prompt, salt: str | None) -> str | None:
+    """What a prompt brings as ``"cache_salt"``, else the ``salt`` of the call it came with."""
+    own = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    if own is not None and salt is not None and own != salt:
+        raise ConfigError("cache_salt: the prompt has one and the call has another: leave one out")
+    return salt if own is None else own
+
+
+def refuse_adapter(lora_request: object) -> None:
+    """vLLM's argument, which scripts pass as None."""
+    if lora_request is not None:
+        raise ConfigError(
+            "lora_request: this engine has no adapters: merge it into the model's weights"
+        )
 
 
 def as_message(message: Any) -> dict[str, str]:

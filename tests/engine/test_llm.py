@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from engine import SamplingParams
+from engine.config import EngineConfig
 from kvstore.errors import ConfigError, StoreClosedError
 from kvstore.reports.events import BlockStored
 from kvstore.testing import FaultyDisk
@@ -416,6 +417,50 @@ def test_a_wrong_cache_option_is_refused_in_the_callers_thread(make_llm, cache):
     assert llm.generate([[5, 6]], GREEDY)[0].finished
 
 
+def test_a_salt_may_come_with_its_prompt(make_llm, tiny_prompts):
+    llm = make_llm()
+    salted = [{"prompt_token_ids": tiny_prompts[0], "cache_salt": salt} for salt in "ab"]
+    assert [each.num_cached_tokens for each in llm.generate(salted, GREEDY)] == [0, 0]
+    (again,) = llm.generate([tiny_prompts[0]], GREEDY, cache_salt="b")
+    assert again.num_cached_tokens > 0
+    assert llm.explain(salted[0]).cause is llm.explain(tiny_prompts[0], cache_salt="b").cause
+    assert llm.generate(salted[0], GREEDY, cache_salt="a")[0].num_cached_tokens > 0
+    for ask in (llm.generate, llm.start, llm.explain):
+        with pytest.raises(ConfigError, match="cache_salt: the prompt has one and the call has"):
+            ask(salted[0], cache_salt="b")
+    with pytest.raises(ConfigError, match="cache_salt: expected text, got 5"):
+        llm.generate({"prompt_token_ids": [5], "cache_salt": 5})
+
+
+def test_an_adapter_is_refused_and_none_is_none(make_llm):
+    llm = make_llm()
+    assert llm.generate([[5, 6]], GREEDY, lora_request=None)[0].finished
+    with pytest.raises(ConfigError, match="lora_request: this engine has no adapters"):
+        llm.generate([[5, 6]], GREEDY, lora_request="adapter")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_num_waiting": True},
+        {"max_total_tokens": False},
+        {"max_num_seqs": None},
+        {"max_model_len": 64.0},
+        {"seed": True},
+        {"gpu_memory_utilization": True},
+        {"enforce_eager": 1},
+        {"deterministic": "no"},
+        {"store_config": {"min_hits": True}},
+        {"store_config": {"dirty_max_age_s": True}},
+    ],
+    ids=str,
+)
+def test_a_setting_of_another_kind_is_refused_by_name(wrong):
+    (name, value), *_ = (wrong.get("store_config") or wrong).items()
+    with pytest.raises(ConfigError, match=rf"^{name}: expected [\w ]+, got {value!r}"):
+        EngineConfig(**wrong)
+
+
 def test_a_failure_of_the_step_thread_leaves_nobody_waiting(make_llm, monkeypatch):
     llm = make_llm()
 
@@ -448,6 +493,16 @@ def test_a_command_that_races_close_is_answered(make_llm):
     llm.close()
     with pytest.raises(StoreClosedError):
         late[0].result(timeout=10)
+
+
+def test_a_condition_that_was_waited_for_in_vain_is_forgotten(make_llm):
+    core, looks = make_llm()._core, []
+    assert not core.wait_for(lambda: bool(looks.append(1)), timeout=0)
+    assert core.wait_for(lambda: True)  # a turn of the step thread, which forgets it
+    num_looks = len(looks)
+    assert core.wait_for(lambda: True)
+    assert len(looks) == num_looks
+    assert core._awaited == []
 
 
 def test_a_forked_child_is_refused_and_may_exit(make_llm, tiny_prompts):

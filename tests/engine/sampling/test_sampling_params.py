@@ -127,6 +127,12 @@ def test_a_value_out_of_range_is_refused_by_name(name, value):
         SamplingParams(**{name: value})
 
 
+def test_a_clone_is_equal():
+    params = SamplingParams(n=2, stop="x", logit_bias={"5": 200.0}, seed=-1, top_k=-1)
+    assert params.clone() == params
+    assert params.clone() is not params
+
+
 def test_an_unknown_argument_is_an_error():
     with pytest.raises(TypeError, match="temprature"):
         SamplingParams(temprature=0.5)

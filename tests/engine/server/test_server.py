@@ -244,6 +244,34 @@ def test_errors_are_those_that_the_client_knows(client, server):
         stranger.models.list()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_more_tokens_than_the_context_takes_are_refused_with_how_many_would_do(
+    server, llm, stream, name
+):
+    asked = {"model": MODEL, "stream": stream, "ignore_eos": True, "temperature": 0.0}
+    path, prompt, num_prompt = "/v1/completions", {"prompt": ["x", "x" * 400]}, 400
+    if name == "max_completion_tokens":
+        path, prompt = "/v1/chat/completions", {"messages": HELLO}
+        num_prompt = len(llm._llm._reader.read_messages(HELLO))
+    room = llm.max_model_len - num_prompt
+    status, answer = ask(server, "POST", path, asked | prompt | {name: room + 1})
+    error = answer["error"]
+    assert (status, error["param"], error["code"]) == (400, name, "context_length_exceeded")
+    assert f"{room + 1} tokens behind a prompt of {num_prompt}" in error["message"]
+    assert error["message"].endswith(f"ask for at most {room}")
+    assert ask(server, "POST", path, asked | prompt | {name: room})[0] == 200
+
+
+def test_a_prompt_that_is_cut_leaves_its_room_to_the_answer(server, llm):
+    body = {"model": MODEL, "prompt": "x" * 600, "max_tokens": 12, "truncate_prompt_tokens": 500}
+    assert ask(server, "POST", "/v1/completions", body)[0] == 200
+    status, answer = ask(server, "POST", "/v1/completions", body | {"max_tokens": 13})
+    assert (status, answer["error"]["param"]) == (400, "max_tokens")
+    no_limit = {name: value for name, value in body.items() if name != "max_tokens"}
+    assert ask(server, "POST", "/v1/completions", no_limit)[0] == 200
+
+
 @pytest.mark.parametrize(
     ("change", "param"),
     [
@@ -328,7 +356,7 @@ def test_an_unknown_path_is_an_error_of_the_same_shape(server):
 def test_a_client_that_goes_away_aborts_its_request(server, llm, hold_first, is_streamed):
     hold_first(llm._llm)
     core = llm._llm._core
-    body = {"model": MODEL, "prompt": "Once upon", "max_tokens": 500, "ignore_eos": True}
+    body = {"model": MODEL, "prompt": "Once upon", "max_tokens": 400, "ignore_eos": True}
     payload = json.dumps(body | {"stream": is_streamed}).encode()
     with socket.create_connection(("127.0.0.1", server.listener.port)) as connection:
         connection.sendall(
@@ -347,7 +375,7 @@ def test_a_client_that_does_not_read_stops_nobody(server, client, llm, monkeypat
     """Its answer waits in a few buffers and then in the engine, which gives its blocks up."""
     monkeypatch.setattr(Stream, "max_unread_tokens", 8)
     core = llm._llm._core
-    body = {"model": MODEL, "prompt": "Once upon", "max_tokens": 500, "ignore_eos": True}
+    body = {"model": MODEL, "prompt": "Once upon", "max_tokens": 400, "ignore_eos": True}
     payload = json.dumps(body | {"stream": True, "n": 16, "logprobs": 20}).encode()
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
