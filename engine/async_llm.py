@@ -161,7 +161,7 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> None:
         """End a request where it is; an unknown or finished one is passed over."""
-        await self._call(lambda: self._llm._core.abort_ids([request_id]))
+        await self._call(lambda: self._llm._core.roster.abort_ids([request_id]))
 
     async def abort_all(self) -> None:
         """End every request where it is."""
@@ -193,7 +193,7 @@ class AsyncLLM:
     async def metrics_text(self) -> str:
         """The same numbers, and those of the queue, as Prometheus text."""
         core = self._llm._core
-        stats, queue = await self._call(lambda: (core.store.stats(), core.queue_stats()))
+        stats, queue = await self._call(lambda: (core.store.stats(), core.roster.stats()))
         return render(stats) + render_queue(queue)
 
     async def reset_prefix_cache(

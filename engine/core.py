@@ -25,11 +25,11 @@ from engine.measuring.step_meter import StepMeter
 from engine.runner.model_runner import ModelRunner
 from engine.scheduling.backlog import Backlog
 from engine.scheduling.chunking import AsFits, Chunking
-from engine.scheduling.queue_stats import QueueStats
 from engine.scheduling.request import Request
+from engine.scheduling.roster import Roster
 from engine.scheduling.scheduler import ScheduledSequence, Scheduler, SchedulingPolicy
-from engine.scheduling.sequence import Sequence, SequenceState
-from kvstore.errors import ConfigError, KVStoreError, QueueFullError, StoreClosedError
+from engine.scheduling.sequence import Sequence
+from kvstore.errors import KVStoreError, StoreClosedError
 from kvstore.store import BlockStore
 from kvstore.tiers.host import HostPool
 
@@ -73,8 +73,6 @@ class EngineCore:
         self._wake = threading.Condition()
         self._commands: deque[tuple[Callable[[], None], Future[Any]]] = deque()
         self._awaited: list[tuple[Callable[[], bool], Future[None]]] = []
-        self._requests: dict[str, Request] = {}
-        self._held: deque[Request] = deque()  # until there is room in the backlog
         self._backlog = Backlog(limits.max_num_waiting, limits.max_total_tokens)
         self._has_store_event = False
         self._closing = False
@@ -97,13 +95,13 @@ class EngineCore:
 
     def submit(self, request: Request) -> None:
         """Queue a request, when there is room; its ``result`` is set when it is finished."""
-        self._post(lambda: self._hold(request), request.result)
+        self._post(lambda: self.roster.hold(request), request.result)
 
     def submit_nowait(self, request: Request) -> None:
         """Queue a request now. Raises ``QueueFullError``."""
         self._backlog.enter(request)
         try:
-            self._post(lambda: self._accept(request), request.result)
+            self._post(lambda: self.roster.add(request), request.result)
         except StoreClosedError:
             self._backlog.leave(request)
             raise
@@ -112,7 +110,7 @@ class EngineCore:
         """Queue the request that ``make`` makes of a sample's tokens, prompt included, as they are
         now, on what of them has been computed. Raises ``QueueFullError``, and what ``make`` does.
         """
-        return self.call(lambda: self._fork(request.sequences[index], make))
+        return self.call(lambda: self.roster.fork(request.sequences[index], make))
 
     def abort(self, requests: Iterable[Request]) -> None:
         """End these requests where they are; finished ones are passed over, and an engine that is
@@ -122,33 +120,19 @@ class EngineCore:
         thread that cannot be waited for.
         """
         with contextlib.suppress(StoreClosedError):
-            done = self.post(lambda: self._abort(requests))
+            done = self.post(lambda: self.roster.abort(requests))
             if threading.current_thread() is not self._thread:
                 done.result()
 
     def abort_nowait(self, requests: Iterable[Request]) -> None:
         """The same, without waiting for it."""
         with contextlib.suppress(StoreClosedError):
-            self.post(lambda: self._abort(requests))
-
-    def abort_ids(self, request_ids: Iterable[str]) -> None:
-        """End the requests that have these ids now; unknown ones are passed over. Step thread."""
-        self._abort([self._requests[each] for each in request_ids if each in self._requests])
+            self.post(lambda: self.roster.abort(requests))
 
     def abort_all_nowait(self) -> None:
         """End every request where it is, without waiting for it."""
         with contextlib.suppress(StoreClosedError):
-            self.post(lambda: self._abort(list(self._requests.values())))
-
-    def queue_stats(self) -> QueueStats:
-        """Step thread."""
-        return QueueStats(
-            waiting_requests=self._backlog.num_waiting,
-            held_requests=len(self._held),
-            running_sequences=len(self.scheduler.running),
-            refused_requests=self._backlog.num_refused,
-            preemptions=self.scheduler.num_preemptions,
-        )
+            self.post(self.roster.abort_all)
 
     def look_again(self) -> None:
         """A reader has caught up: what was paused for it may go on. Does not wait."""
@@ -241,7 +225,13 @@ class EngineCore:
                 chunking=self._limits.chunking,
                 clock=self._clock,
                 policy=self._limits.scheduling_policy,
-                on_start=lambda each: self._backlog.start(self._requests[each.request_id]),
+                on_start=lambda each: self.roster.start(each),
+            )
+            self.roster = Roster(
+                self.scheduler,
+                self._backlog,
+                joins_anywhere=self._limits.chunking.joins_anywhere,
+                clock=self._clock,
             )
             self.store.cost.chunk_tokens = self._limits.max_num_batched_tokens
             self.store.publisher.also = self.scheduler.counts
@@ -288,13 +278,13 @@ class EngineCore:
         """
         self._has_store_event = False
         self.store.poll(model_is_busy=bool(self.scheduler.running))
-        self._admit_held()
+        self.roster.admit_held()
         batch = self.scheduler.schedule()
-        self._finish_prefilled()
+        self.roster.finish_prefilled()
         if batch:
             self._step(batch)
         elif (stuck := self._stuck()) is not None:
-            self._fail(stuck)
+            self.roster.fail(stuck, self._no_room(stuck))
         self._awaited = [each for each in self._awaited if not self._is_over(*each)]
         return bool(batch) or self.scheduler.has_more
 
@@ -338,109 +328,14 @@ class EngineCore:
         except Exception as error:
             logger.exception("a step failed; its requests end with the error")
             for each in batch:
-                self._fail(each.sequence, error)
+                self.roster.fail(each.sequence, error)
             return
         began_at, now = now, self._clock()
         self._meter.add(steps, began_at, now, has_sampled=bool(tokens))
         for each in batch:
             self.scheduler.commit(each)
-        for sequence, token in tokens.items():
-            if not sequence.times.first_token_at:
-                sequence.times.first_token_at = sequence.times.prefilled_at = now
-            sequence.append(token)
-        for sequence in tokens:
-            others, sequence.others = sequence.others, []
-            for other in others:
-                if other.finish_reason is None:
-                    self.scheduler.fork(sequence, other)
-        for sequence in tokens:
-            if sequence.finish_reason:
-                self._finish(sequence)
-            elif sequence.stream is not None:
-                self._put(self._requests[sequence.request_id], sequence)
-        self._finish_prefilled()
-
-    def _finish_prefilled(self) -> None:
-        for sequence in list(self.scheduler.running):
-            if sequence.prefill_only and sequence.num_uncomputed == 0:
-                sequence.times.prefilled_at = self._clock()
-                self._finish(sequence)
-
-    def _accept(self, request: Request) -> None:
-        if self._register(request):
-            self._add(request)
-
-    def _hold(self, request: Request) -> None:
-        if self._register(request):
-            self._held.append(request)
-
-    def _admit_held(self) -> None:
-        """In their order, those for which there is room."""
-        while self._held:
-            request = self._held[0]
-            try:
-                if request.is_finished or self._backlog.enter_if_room(request):
-                    self._held.popleft()
-                    self._add(request)
-                else:
-                    return
-            except QueueFullError as error:
-                self._held.popleft()
-                self._fail(request.sequences[0], error)
-
-    def _register(self, request: Request) -> bool:
-        """Whether its id is free; if not, its result says so."""
-        if request.request_id in self._requests:
-            message = f"request_id: {request.request_id!r} is running already; choose another"
-            self._backlog.leave(request)
-            request.result.set_exception(ConfigError(message))
-            return False
-        self._requests[request.request_id] = request
-        return True
-
-    def _add(self, request: Request) -> None:
-        """Its other samples follow when the prompt has been computed."""
-        if not request.is_finished:
-            self.scheduler.add(request.sequences[0])
-
-    def _fork(self, parent: Sequence, make: Callable[[list[int]], Request]) -> Request:
-        request = make(parent.token_ids)
-        self._backlog.enter(request)
-        if not self._register(request):
-            request.result.result()
-        child, at = request.sequences[0], parent.num_computed
-        is_computed = parent.state is SequenceState.RUNNING and parent.num_uncomputed <= 1
-        may_join = child.is_scored and self._limits.chunking.joins_anywhere
-        if is_computed and may_join and child.token_ids[:at] == parent.token_ids[:at]:
-            self.scheduler.fork(parent, child)
-        else:
-            self._add(request)
-        return request
-
-    def _abort(self, requests: Iterable[Request]) -> None:
-        for request in requests:
-            if self._requests.get(request.request_id) is not request:
-                continue  # it has ended; its id may be another's by now
-            for sequence in request.sequences:
-                if sequence.finish_reason is None:
-                    sequence.finish_reason = "abort"
-                    self._finish(sequence)
-
-    def _finish(self, sequence: Sequence) -> None:
-        sequence.times.finished_at = self._clock()
-        self.scheduler.finish(sequence)
-        request = self._requests[sequence.request_id]
-        self._put(request, sequence)
-        if request.is_finished:
-            del self._requests[request.request_id]
-            self._backlog.leave(request)
-            request.result.set_result(request.output())
-
-    def _put(self, request: Request, sequence: Sequence) -> None:
-        """Hand what the sequence has got to whoever reads it as it comes."""
-        if request.stream is not None:
-            metrics = request.metrics(self._clock())
-            request.stream.put(sequence.take_delta(), metrics, is_last=request.is_finished)
+        self.roster.take(tokens)
+        self.roster.finish_prefilled()
 
     def _stuck(self) -> Sequence | None:
         """The first sequence, if nothing runs, moves or will, and it still finds no room."""
@@ -453,15 +348,6 @@ class EngineCore:
             and self.store.next_deadline() == math.inf
         )
         return scheduler.waiting.first() if is_quiet else None
-
-    def _fail(self, sequence: Sequence, error: Exception | None = None) -> None:
-        request = self._requests.pop(sequence.request_id, None)
-        if request is None:  # another sample of it failed in the same step
-            return
-        self._backlog.leave(request)
-        for each in request.sequences:
-            self.scheduler.finish(each)
-        request.result.set_exception(error or self._no_room(sequence))
 
     def _no_room(self, sequence: Sequence) -> KVStoreError:
         blocks = self.store.layout.blocks_for(len(sequence.token_ids))
@@ -476,12 +362,12 @@ class EngineCore:
             self._closing = True
             left = [result for _, result in self._commands]
             self._commands.clear()
-        left += [request.result for request in self._requests.values()]
+        left += [request.result for request in self.roster.requests.values()]
         left += [reached for _, reached in self._awaited]
         closed = self._closed_error()
         try:
             if self._failure is None:
-                for request in self._requests.values():
+                for request in self.roster.requests.values():
                     for sequence in request.sequences:
                         self.scheduler.finish(sequence)
             self.store.close(self._close_timeout if self._failure is None else _FAILED_CLOSE_S)

@@ -260,7 +260,7 @@ class LLM:
         """End requests where they are, with ``finish_reason`` "abort". Ids that are unknown, or of
         finished requests, are passed over."""
         request_ids = [request_id] if isinstance(request_id, str) else list(request_id)
-        self._core.call(lambda: self._core.abort_ids(request_ids))
+        self._core.call(lambda: self._core.roster.abort_ids(request_ids))
 
     def document(
         self,
@@ -304,7 +304,7 @@ class LLM:
 
     def queue_stats(self) -> QueueStats:
         """A frozen snapshot of how many requests wait, run, and were refused."""
-        return self._core.call(self._core.queue_stats)
+        return self._core.call(self._core.roster.stats)
 
     def subscribe(self, sink: Callable[[Sequence[Event]], None]) -> Callable[[], None]:
         """Hand ``sink`` what happens to blocks (``kvstore.reports.events``), in batches.

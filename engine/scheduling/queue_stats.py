@@ -1,6 +1,9 @@
-"""How many requests an engine has, as a snapshot and for Prometheus."""
+"""How many requests an engine has and what they took, as a snapshot and for Prometheus."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+
+from engine.scheduling.request_stats import RequestStats
+from kvstore.reports.metrics import Family, as_text, by_label, number
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,6 +15,7 @@ class QueueStats:
     running_sequences  in forwards now
     refused_requests   that met a full queue, so far
     preemptions        of sequences that gave up their blocks and resumed later, so far
+    requests           what they took and what became of them, so far
     """
 
     waiting_requests: int
@@ -19,27 +23,69 @@ class QueueStats:
     running_sequences: int
     refused_requests: int
     preemptions: int
+    requests: RequestStats
 
 
-_TEXTS = {
-    "waiting_requests": "Requests that wait for their turn",
-    "held_requests": "Prompts held back until the queue has room",
-    "running_sequences": "Sequences that run",
-    "refused_requests": "Requests that met a full queue",
-    "preemptions": "Sequences that gave up their blocks and resumed",
-}
-_COUNTERS = ("refused_requests", "preemptions")
+_FAMILIES: tuple[Family[QueueStats], ...] = (
+    ("gauge", "waiting_requests", (), number("waiting_requests"), "Requests that wait to run"),
+    ("gauge", "held_requests", (), number("held_requests"), "Prompts held until there is room"),
+    ("gauge", "running_sequences", (), number("running_sequences"), "Sequences that run"),
+    ("counter", "refused_requests", (), number("refused_requests"), "Met a full queue"),
+    ("counter", "preemptions", (), number("preemptions"), "Gave up their blocks and resumed"),
+    ("counter", "prompt_tokens", (), number("requests.prompt_tokens"), "Tokens of prompts"),
+    (
+        "counter",
+        "cached_tokens",
+        ("tier",),
+        by_label("requests.cached_tokens"),
+        "Of them, found in the cache, by the fastest tier with them",
+    ),
+    ("counter", "generated_tokens", (), number("requests.generated_tokens"), "Tokens sampled"),
+    (
+        "counter",
+        "finished_requests",
+        ("finish_reason",),
+        by_label("requests.finished_requests"),
+        "Requests that have ended",
+    ),
+    (
+        "histogram",
+        "time_to_first_token_seconds",
+        (),
+        number("requests.first_token_seconds"),
+        "From arrival to the first token",
+    ),
+    (
+        "histogram",
+        "request_queue_seconds",
+        (),
+        number("requests.queue_seconds"),
+        "Waiting to run, apart from slower tiers",
+    ),
+    (
+        "histogram",
+        "request_prefill_seconds",
+        (),
+        number("requests.prefill_seconds"),
+        "From the first prefill step to the end of the last",
+    ),
+    (
+        "histogram",
+        "time_per_output_token_seconds",
+        (),
+        number("requests.output_token_seconds"),
+        "Between tokens of a sample, on average",
+    ),
+    (
+        "histogram",
+        "request_seconds",
+        (),
+        number("requests.total_seconds"),
+        "From arrival to the end",
+    ),
+)
 
 
 def render_queue(stats: QueueStats) -> str:
     """As text in Prometheus' format, to stand behind the store's (``kvstore.reports.metrics``)."""
-    lines = []
-    for field in fields(stats):
-        is_counter = field.name in _COUNTERS
-        name = f"kvstore_{field.name}" + ("_total" if is_counter else "")
-        lines += [
-            f"# HELP {name} {_TEXTS[field.name]}",
-            f"# TYPE {name} {'counter' if is_counter else 'gauge'}",
-            f"{name} {float(getattr(stats, field.name))}",
-        ]
-    return "\n".join(lines) + "\n"
+    return as_text(_FAMILIES, stats)

@@ -65,7 +65,7 @@ class Request:
             ttft_s=max(0.0, times.first_token_at - arrival),
             queue_s=max(0.0, times.running_at - arrival - times.promote_s),
             promote_s=times.promote_s,
-            prefill_s=max(0.0, times.prefilled_at - times.prefill_at),
+            prefill_s=max(0.0, times.prefilled_at - times.prefill_at) if times.prefill_at else 0.0,
             decode_s=max(0.0, end - times.first_token_at) if times.first_token_at else 0.0,
             total_s=max(0.0, end - arrival),
             computed_tokens=len(self.prompt_token_ids) - sum(cached.values()),

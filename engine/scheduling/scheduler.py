@@ -13,11 +13,12 @@ Does not know how a prompt is cut into chunks (``engine.scheduling.chunking``).
 """
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from engine.scheduling.being_computed import BlocksBeingComputed
 from engine.scheduling.chunking import Chunking
 from engine.scheduling.sequence import Sequence, SequenceState
 from engine.scheduling.waiting import FRONT, WaitingQueue
@@ -84,7 +85,7 @@ class Scheduler:
         self.paused: dict[Sequence, None] = {}
         self._forked: dict[Sequence, None] = {}  # waiting, with their blocks
         self._unranked: deque[Sequence] = deque()
-        self._being_computed: Counter[bytes] = Counter()  # keys of blocks under way in prefills
+        self._being_computed = BlocksBeingComputed()
         self.has_more = False  # to look at; the next ``schedule`` goes on
         self.num_preemptions = 0
 
@@ -156,7 +157,7 @@ class Scheduler:
             assert sequence.lease is not None
             num_cacheable = self._chunking.num_cacheable(sequence)
             self._store.commit(sequence.lease, sequence.token_bytes, num_cacheable)
-            self._announce(sequence, len(sequence.lease.slots))
+            self._wake(self._being_computed.end(sequence, len(sequence.lease.slots)))
 
     # ---- waiting -------------------------------------------------------------------------------
 
@@ -225,19 +226,16 @@ class Scheduler:
                 self._store.stop_probing(sequence.lookup)
             if self._look_up(sequence):
                 del self.probing[sequence]
-                self._end_promoting(sequence)
+                sequence.times.end_promoting(self._clock())
                 self._queue(sequence)
 
     def _key_being_computed(self, sequence: Sequence) -> bytes | None:
         """The last of the next blocks of a sequence that running prefills are about to make."""
-        assert sequence.lookup is not None
         if not self._being_computed:
             return None
-        keys, at = sequence.lookup.keys, self._store.num_reusable_blocks(sequence.lookup)
-        found = None
-        while at < len(keys) and keys[at] in self._being_computed:
-            found, at = keys[at], at + 1
-        return found
+        assert sequence.lookup is not None
+        start = self._store.num_reusable_blocks(sequence.lookup)
+        return self._being_computed.last_of_run(sequence.lookup.keys, start)
 
     # ---- admission -----------------------------------------------------------------------------
 
@@ -271,15 +269,13 @@ class Scheduler:
 
     def _reserve(self, sequence: Sequence, budget: int) -> bool:
         assert sequence.lookup is not None
-        num_tokens, chunk_tokens = self._chunking.num_at_first(sequence, budget)
+        num_tokens, chunk = self._chunking.num_at_first(sequence, budget)
         try:
-            lease = self._store.reserve(sequence.lookup, num_tokens, chunk_tokens=chunk_tokens)
+            sequence.lease = self._store.reserve(sequence.lookup, num_tokens, chunk_tokens=chunk)
         except OutOfBlocksError:
             return False
-        sequence.lease = lease
-        sequence.num_announced = len(lease.slots)
-        self._being_computed.update(sequence.lookup.keys[sequence.num_announced :])
-        if not lease.is_ready:
+        self._being_computed.begin(sequence)
+        if not sequence.lease.is_ready:
             self._begin_promoting(sequence, SequenceState.PROMOTING)
         return True
 
@@ -294,7 +290,7 @@ class Scheduler:
             elif not sequence.lease.is_ready:
                 continue
             del self.promoting[sequence]
-            self._end_promoting(sequence)
+            sequence.times.end_promoting(self._clock())
             if is_late or sequence.lease.is_provisional:
                 self._let_go(sequence, keep_lookup=True)
                 self._queue(sequence, in_front=True)
@@ -336,19 +332,14 @@ class Scheduler:
         return min(map(self._is_late_at, waiting), default=math.inf)
 
     def _is_late_at(self, sequence: Sequence) -> float:
-        """When the sequence has waited for tiers as long as it may, all its waits together."""
-        deadline, times = self._store.config.promote_deadline_s, sequence.times
-        return math.inf if deadline is None else times.promote_since - times.promote_s + deadline
+        return sequence.times.late_at(self._store.config.promote_deadline_s)
 
     def _is_late(self, sequence: Sequence) -> bool:
         return self._clock() >= self._is_late_at(sequence)
 
     def _begin_promoting(self, sequence: Sequence, state: SequenceState) -> None:
         sequence.state = state
-        sequence.times.promote_since = self._clock()
-
-    def _end_promoting(self, sequence: Sequence) -> None:
-        sequence.times.promote_s += self._clock() - sequence.times.promote_since
+        sequence.times.begin_promoting(self._clock())
 
     # ---- room ----------------------------------------------------------------------------------
 
@@ -391,7 +382,7 @@ class Scheduler:
 
     def _let_go(self, sequence: Sequence, *, keep_lookup: bool = False) -> None:
         if sequence.lease is not None:
-            self._announce(sequence, None)
+            self._wake(self._being_computed.end(sequence, None))
             if sequence.cache.priority:
                 cache = sequence.cache
                 self._store.prefer(sequence.lease, cache.priority, cache.priority_ttl_s)
@@ -401,18 +392,7 @@ class Scheduler:
             sequence.lookup = None
         sequence.num_computed = 0
 
-    def _announce(self, sequence: Sequence, end: int | None) -> None:
-        """The blocks of its keys before ``end`` are computed; with None it computes none any more.
-        Whoever waits for one of them goes on."""
-        assert sequence.lookup is not None
-        keys = sequence.lookup.keys[sequence.num_announced : end]
-        sequence.num_announced += len(keys)
-        for key in keys:
-            self._being_computed[key] -= 1
-            if self._being_computed[key] <= 0:
-                del self._being_computed[key]
-        self._wake(keys)
-
     def _wake(self, keys: Iterable[bytes]) -> None:
+        """These blocks are computed, or will not be: whoever waits for one goes on."""
         for sequence in self.waiting.wake(keys):
             self._queue(sequence)

@@ -1,5 +1,6 @@
 """One sample of one prompt while it is being computed: its tokens, its blocks, its times."""
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -79,6 +80,17 @@ class SequenceTimes:
     prefilled_at: float = 0.0
     first_token_at: float = 0.0
     finished_at: float = 0.0
+
+    def begin_promoting(self, now: float) -> None:
+        """It waits for an answer from disk, or for blocks on their way."""
+        self.promote_since = now
+
+    def end_promoting(self, now: float) -> None:
+        self.promote_s += now - self.promote_since
+
+    def late_at(self, deadline_s: float | None) -> float:
+        """When it has waited for tiers so long, all its waits together; infinity for None."""
+        return math.inf if deadline_s is None else self.promote_since - self.promote_s + deadline_s
 
 
 @dataclass(slots=True, eq=False)

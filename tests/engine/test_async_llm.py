@@ -24,7 +24,7 @@ def llm(text_model):
 
 def in_use(llm) -> int:
     core = llm._llm._core
-    return core.call(lambda: sum(core.store.index.refcount) + len(core._requests))
+    return core.call(lambda: sum(core.store.index.refcount) + len(core.roster.requests))
 
 
 async def text_of(deltas) -> str:

@@ -72,7 +72,7 @@ def test_a_prompt_that_is_held_back_can_be_aborted(make_llm, hold_first, tiny_pr
     hold_first(llm)
     stream = llm.generate(tiny_prompts[:4], LONG, stream=True)
     next(stream)
-    assert llm._core.wait_for(lambda: llm._core.queue_stats().held_requests == 2, timeout=60)
+    assert llm._core.wait_for(lambda: llm._core.roster.stats().held_requests == 2, timeout=60)
     stream.close()
     assert llm.queue_stats().held_requests == llm.queue_stats().waiting_requests == 0
 

@@ -365,7 +365,7 @@ def test_a_client_that_goes_away_aborts_its_request(server, llm, hold_first, is_
             + payload
         )
         assert core.wait_for(lambda: bool(core.scheduler.running), timeout=60)
-    aborted = core.call(lambda: list(core._requests.values()))
+    aborted = core.call(lambda: list(core.roster.requests.values()))
     assert is_idle(llm)
     for request in aborted:
         assert request.result.result().outputs[0].finish_reason == "abort"
@@ -386,7 +386,7 @@ def test_a_client_that_does_not_read_stops_nobody(server, client, llm, monkeypat
             + payload
         )
         assert core.wait_for(lambda: len(core.scheduler.paused) == 16, timeout=60)
-        (unread,) = core.call(lambda: core._requests.values())
+        (unread,) = core.call(lambda: core.roster.requests.values())
         lengths: list[int] = []
         while len(lengths) < 5 or len(set(lengths[-5:])) > 1:  # until the buffers are full
             assert client.completions.create(prompt="read", **GREEDY).choices
