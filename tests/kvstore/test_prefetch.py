@@ -40,6 +40,24 @@ def test_a_prefix_comes_from_every_tier(make_engine, host_blocks, has_disk, by_k
     engine.run(A + B + END)  # and its bytes are right
 
 
+@pytest.mark.parametrize("by_key", [True, False])
+def test_prefetching_is_no_request_and_counts_no_hits(make_engine, by_key):
+    engine = make_engine(disk=MemoryDisk())
+    keys = bring_back(engine, 0, True)
+    before = engine.store.stats()
+    if by_key:
+        engine.store.prefetch(keys)
+    else:
+        engine.store.prefetch_tokens(encode_tokens(A + B))
+    engine.store.run_until_idle(10.0)
+    after = engine.store.stats()
+    assert after.promoted_blocks == {"disk": 2}
+    assert after.looked_up_blocks == before.looked_up_blocks
+    for name, tier in after.tiers.items():
+        counts = before.tiers[name].hits, before.tiers[name].misses
+        assert (tier.hits, tier.misses) == counts
+
+
 def test_keys_of_another_salt_or_place_bring_nothing(make_engine):
     engine = make_engine(disk=MemoryDisk())
     keys = bring_back(engine, 0, True)

@@ -8,6 +8,8 @@ import pytest
 
 from kvstore.config import DiskConfig
 from kvstore.disk import DiskStore
+from kvstore.hashing import encode_tokens
+from kvstore.reports.events import AllBlocksCleared
 from kvstore.reports.histogram import LastDay
 from kvstore.testing import FakeClock, FaultyDisk, MemoryDisk
 from kvstore.tiers.disk import LmdbTier
@@ -69,6 +71,19 @@ def test_a_tier_that_breaks_says_so_once_in_the_log_and_always_in_stats(make_eng
     assert [record.getMessage() for record in caplog.records] == [
         "disk tier is off: the disk is gone"
     ]
+
+
+def test_a_disk_that_fails_several_requests_at_once_is_lost_once(make_engine, caplog):
+    disk, events = FaultyDisk(MemoryDisk()), []
+    engine = make_engine(disk=disk)
+    engine.store.events.subscribe(events.extend)
+    disk.is_held = True
+    lookups = [engine.store.lookup(encode_tokens(prompt + END)) for prompt in (A, B)]
+    disk.is_broken, disk.is_held = True, False
+    assert engine.store.run_until_idle(10.0)
+    assert all(lookup.is_ready for lookup in lookups)
+    assert [type(event) for event in events].count(AllBlocksCleared) == 1
+    assert len(caplog.records) == 1
 
 
 def test_a_tier_that_was_not_asked_for_or_could_not_be_opened_says_why(make_engine):

@@ -94,6 +94,14 @@ def test_blocks_removed_together_are_one_event_whatever_their_order(log):
     assert event.block_hashes == [log.index.key[slot] for slot in slots]
 
 
+def test_what_two_tenants_lose_together_is_an_event_of_each(log):
+    slots = [*log.add(1, 2), *log.add(1, 2, salt=b"tenant"), *log.add(3, 4)]
+    for slot in slots:
+        log.log.removed(DEVICE, slot)
+    seen = [(event.salt, event.block_hashes) for event in log.events()]
+    assert seen == [(log.index.salt[slot], [log.index.key[slot]]) for slot in slots]
+
+
 def test_order_is_kept(log):
     (slot,) = log.add(1, 2)
     for change in (log.log.stored, log.log.removed, log.log.stored):
