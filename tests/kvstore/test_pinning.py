@@ -185,7 +185,7 @@ def test_without_a_disk_that_can_be_written_nothing_persists(make_engine):
         engine.store.pin(look_up(engine, document(1)), persist=True)
     config = StoreConfig(disk_mode="ro")
     engine = make_engine(disk=MemoryDisk(), config=config)
-    with pytest.raises(ConfigError, match="that can be written: it is open with disk_mode=.ro."):
+    with pytest.raises(ConfigError, match="it is open with disk_mode"):
         engine.store.pin(look_up(engine, document(1)), persist=True)
 
 

@@ -77,6 +77,7 @@ def test_a_disk_that_fails_several_requests_at_once_is_lost_once(make_engine, ca
     disk, events = FaultyDisk(MemoryDisk()), []
     engine = make_engine(disk=disk)
     engine.store.events.subscribe(events.extend)
+    engine.run(C + END)  # dirty, and due in two seconds
     disk.is_held = True
     lookups = [engine.store.lookup(encode_tokens(prompt + END)) for prompt in (A, B)]
     disk.is_broken, disk.is_held = True, False
@@ -84,6 +85,8 @@ def test_a_disk_that_fails_several_requests_at_once_is_lost_once(make_engine, ca
     assert all(lookup.is_ready for lookup in lookups)
     assert [type(event) for event in events].count(AllBlocksCleared) == 1
     assert len(caplog.records) == 1
+    assert engine.store.stats().dirty_blocks == 0
+    assert engine.store.next_deadline() == float("inf")
 
 
 def test_a_tier_that_was_not_asked_for_or_could_not_be_opened_says_why(make_engine):
