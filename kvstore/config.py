@@ -32,7 +32,10 @@ def parse_size(value: int | str, name: str = "size") -> int:
     units = {unit.lower(): factor for unit, factor in _UNITS.items()}
     if match is None or match[2].lower() not in units:
         raise ConfigError(problem)
-    return math.floor(float(match[1]) * units[match[2].lower()])
+    num_bytes = float(match[1]) * units[match[2].lower()]
+    if not math.isfinite(num_bytes):
+        raise ConfigError(problem)
+    return math.floor(num_bytes)
 
 
 def cache_home() -> Path:

@@ -24,6 +24,7 @@ def main() -> None:
     try:
         if is_heeded:
             signal.signal(signal.SIGINT, _interrupt)
+        _open_standard_streams()
         if isinstance(sys.stdout, io.TextIOWrapper):  # file names need not be text
             sys.stdout.reconfigure(errors="backslashreplace")
         from tools.commands import run
@@ -34,6 +35,15 @@ def main() -> None:
     if is_heeded:  # the interpreter's end is no place for an exception either
         signal.signal(signal.SIGINT, _leave)
     sys.exit(status)
+
+
+def _open_standard_streams() -> None:
+    """Those that were closed: else the next file that is opened would be stdout."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            fd = os.open(os.devnull, os.O_RDWR)  # the lowest free one
+            assert fd == number
+            setattr(sys, name, os.fdopen(fd, "w" if number else "r"))
 
 
 def _interrupt(signal_number: int, frame: FrameType | None) -> None:

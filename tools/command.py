@@ -9,6 +9,8 @@ from typing import Any
 
 import click
 
+_LEAST_WIDTH = 20  # of help, in columns
+
 
 class Command(click.Command):
     """A click command whose help starts with examples.
@@ -32,7 +34,7 @@ class Command(click.Command):
     def get_help(self, ctx: click.Context) -> str:
         columns = shutil.get_terminal_size().columns
         if columns < 80:  # click's own width is never below 50
-            ctx.terminal_width = columns - 1
+            ctx.terminal_width = max(columns, _LEAST_WIDTH) - 1
         return super().get_help(ctx)
 
     def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -43,7 +45,7 @@ class Command(click.Command):
                 for example in self.examples:
                     lines = textwrap.wrap(
                         example,
-                        formatter.width - 2,  # leaves room for the backslash
+                        max(formatter.width - 2, _LEAST_WIDTH),  # leaves room for the backslash
                         initial_indent=indent,
                         subsequent_indent=2 * indent,
                         break_long_words=False,

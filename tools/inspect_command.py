@@ -7,7 +7,7 @@ import click
 
 from tools.command import JSON_OPTION, Command
 from tools.json_text import json_text
-from tools.parameters import directory_argument, namespace_option
+from tools.parameters import Number, directory_argument, namespace_option
 from tools.sizes import format_age, format_bytes, format_count
 from tools.text import Reader, escape
 
@@ -54,7 +54,7 @@ def _inspect(
 
 def _describe(found: dict[str, Any]) -> str:
     lines = [
-        f"cache       {found['path']}",
+        f"cache       {escape(found['path'])}",
         f"size        {format_bytes(found['file_bytes'])} on disk, "
         f"{format_bytes(found['used_bytes'])} in use, "
         f"{format_bytes(found['capacity_bytes'])} at most",
@@ -158,7 +158,7 @@ inspect = Command(
             ),
             click.Option(
                 ["--interval"],
-                type=click.FloatRange(min=0.1),
+                type=Number(0.1, 86400),
                 default=1.0,
                 show_default=True,
                 metavar="S",

@@ -1,5 +1,6 @@
 """Kinds of arguments: directories, files, sizes and ages, and how a shell completes them."""
 
+import math
 import re
 from typing import Any
 
@@ -34,6 +35,18 @@ class File(click.ParamType):
         return [CompletionItem(incomplete, type="file")]
 
 
+class Number(click.FloatRange):
+    """A number in a range; ``nan`` is in every range that click knows."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"expected a number, got {value}", param, ctx)
+        return number
+
+
 class Size(click.ParamType):
     """Bytes from a text such as ``10GiB``."""
 
@@ -41,7 +54,7 @@ class Size(click.ParamType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         try:
-            return parse_size(int(value) if str(value).isdigit() else value, "size")
+            return parse_size(str(value), "size")
         except ConfigError:
             self.fail(f"expected a size like 512MiB or 10GB, got {value}", param, ctx)
 

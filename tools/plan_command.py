@@ -27,7 +27,7 @@ from kvstore.planning import (
 )
 from tools.command import JSON_OPTION, Command
 from tools.json_text import json_text
-from tools.parameters import File
+from tools.parameters import File, Number
 from tools.plan_picture import check_picture, draw
 from tools.plan_report import PlanReport
 from tools.terminal import can_draw, say
@@ -40,6 +40,7 @@ _SIZES = {
     "host_cache": "--host-cache",
     "disk_cache_size": "--disk-cache-size",
 }
+_MOST_BLOCKS = 1 << 40  # of a cache
 _ON_TERMINAL_S, _ELSEWHERE_S = 0.5, 30.0  # between two words of progress
 
 
@@ -105,11 +106,15 @@ def _words(text: str) -> list[str]:
 
 def _numbers(text: str) -> list[int]:
     try:
-        return [int(word.replace("_", "")) for word in _words(text)]
+        numbers = [int(word.replace("_", "")) for word in _words(text)]
     except ValueError:
+        numbers = [-1]
+    if not all(0 <= number <= _MOST_BLOCKS for number in numbers):
         raise click.UsageError(
-            f"--capacity-blocks: expected numbers with commas between them, got {text!r}"
-        ) from None
+            f"--capacity-blocks: expected numbers up to {_MOST_BLOCKS:,} with commas between them, "
+            f"got {text!r}"
+        )
+    return numbers
 
 
 def _hardware(settings: dict[str, Any]) -> HardwareProfile:
@@ -139,6 +144,11 @@ def _setups(
     for name, text in given.items():
         asked = [(parse_size(word, _SIZES[name]), word) for word in _words(text or "0")]
         for num_bytes, word in asked:
+            if num_bytes > _MOST_BLOCKS * block_bytes:
+                raise click.UsageError(
+                    f"{_SIZES[name]} {word}: more than {_MOST_BLOCKS:,} blocks of {block_bytes:,} "
+                    "bytes"
+                )
             if 0 < num_bytes < block_bytes or (name == "device_cache" and not num_bytes):
                 raise click.UsageError(
                     f"{_SIZES[name]} {word}: smaller than a block, which has {block_bytes:,} bytes"
@@ -229,7 +239,7 @@ plan = Command(
             ),
             click.Option(
                 ["--block-size"],
-                type=click.IntRange(min=1),
+                type=click.IntRange(1, 1 << 20),
                 metavar="TOKENS",
                 help="Tokens of a block.  [default: 512 for mooncake, 16 for tokens and text]",
             ),
@@ -238,13 +248,13 @@ plan = Command(
             ),
             click.Option(
                 ["--sample"],
-                type=click.FloatRange(0, 1, min_open=True),
+                type=Number(0, 1, min_open=True),
                 metavar="SHARE",
                 help="Look at this share of the blocks, and print the error that this brings.",
             ),
             click.Option(
                 ["--sample-blocks"],
-                type=click.IntRange(min=0),
+                type=click.IntRange(0, 1 << 40),
                 default=_SAMPLE_BLOCKS,
                 show_default=True,
                 metavar="N",
@@ -283,7 +293,7 @@ plan = Command(
             ),
             click.Option(
                 ["--model-bytes-per-token"],
-                type=click.IntRange(min=1),
+                type=click.IntRange(1, 1 << 30),
                 metavar="BYTES",
                 help="K and V of a token, whatever the model says.",
             ),

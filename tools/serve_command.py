@@ -9,6 +9,7 @@ from engine.config import EngineConfig
 from kvstore.errors import ConfigError
 from tools.command import Command
 from tools.engine_options import cache_dir_option, engine_options, engine_settings
+from tools.parameters import Number
 from tools.settings import option_names
 from tools.terminal import say
 
@@ -92,7 +93,7 @@ serve = Command(
         ),
         click.Option(
             ["--grace"],
-            type=click.FloatRange(0),
+            type=Number(0),
             default=10.0,
             show_default=True,
             metavar="SECONDS",

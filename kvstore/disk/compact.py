@@ -80,7 +80,9 @@ def _in_use(attachment: Attachment, directory: Path) -> TierBrokenError:
 
 def _copy(directory: Path, data_file: Path, progress: Callable[[int, int], None] | None) -> None:
     copy = data_file.with_name(f"{DATA_FILE}{TEMPORARY_MARK}{os.getpid()}")
-    env = lmdb.open(str(directory), readonly=True, create=False, max_dbs=len(schema.DATABASES))
+    env = lmdb.open(
+        os.fsencode(directory), readonly=True, create=False, max_dbs=len(schema.DATABASES)
+    )
     try:
         needed = _needed_bytes(directory, env)
         fd = os.open(copy, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -3,6 +3,7 @@
 Does not know who else holds the directory, nor what is done with the file later.
 """
 
+import os
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ def open_file(directory: Path, *, is_read_only: bool, is_synced: bool, has_locks
     """liblmdb's environment of an existing directory. ``has_locks``: it keeps its table of readers,
     which takes a directory that can be written. Raises ``lmdb.Error``."""
     env = lmdb.open(
-        str(directory),
+        os.fsencode(directory),  # a path need not be text
         map_size=0,  # as the file says
         readonly=is_read_only,
         sync=is_synced,

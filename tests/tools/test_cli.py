@@ -1,12 +1,14 @@
 """The manners that every command shares."""
 
 import os
+import shlex
 import subprocess
 import sys
 
 import click
 import pytest
 from command_case import KVSTORE
+from disk_case import problems_on_disk
 
 from tools.commands import cli
 
@@ -109,6 +111,32 @@ def test_no_command_at_all_shows_help_and_is_2(run):
     assert result.returncode == 2
     assert result.stdout == ""
     assert "Commands:" in result.stderr
+
+
+@pytest.mark.parametrize("columns", ["1", "0", "-5", "many"])
+def test_help_comes_out_whatever_the_terminal_says_of_itself(run, columns):
+    assert run("inspect", "-h", COLUMNS=columns).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"), [(["inspect", "{}", "--tree"], 0), (["import", "{}", "-"], 2)]
+)
+def test_closed_standard_streams_are_empty_ones(cache, arguments, status):
+    """They were a traceback; and a file that was opened next would have become stdout."""
+    line = shlex.join([str(KVSTORE), *(each.format(cache) for each in arguments)])
+    result = subprocess.run(f"{line} <&- >&-", shell=True, stderr=subprocess.PIPE, check=False)
+    assert result.returncode == status
+    assert b"Traceback" not in result.stderr
+    assert problems_on_disk(cache) == []
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "compact"])
+def test_a_path_that_is_no_text_is_one_like_any_other(cache, kvstore, command):
+    odd = cache.with_name(os.fsdecode(b"a \xff\x1b[31m cache"))
+    cache.rename(odd)
+    result = kvstore(command, odd)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.replace("\n", "").isprintable()
 
 
 @pytest.mark.parametrize(

@@ -187,6 +187,8 @@ def test_a_damaged_payload_is_shown_as_such(tmp_path, inspect):
         ("--tree", "--documents"),
         ("--count", "3"),
         ("--watch", "--interval", "0"),
+        ("--watch", "--interval", "nan"),
+        ("--watch", "--interval", "1e300"),
         ("--namespace", "tiny"),
     ],
 )

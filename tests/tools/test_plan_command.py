@@ -71,6 +71,12 @@ def test_policies_and_splits_become_rows_of_csv(plan):
     assert int(rows[2]["disk_tokens"]) > 0
 
 
+def test_the_demo_is_a_model_here_too(plan):
+    status, stdout, _ = plan(TRACE, *SMALL, "--model", "demo")
+    assert status == 0
+    assert "smollm2-135m: 22.5 KiB a token" in stdout
+
+
 def test_a_sample_comes_with_its_error(plan):
     status, stdout, _ = plan(TRACE, *SMALL, "--sample", "0.5")
     assert status == 0
@@ -139,7 +145,13 @@ def test_a_picture_without_matplotlib_names_the_extra(plan, tmp_path, monkeypatc
         [TRACE, "--policy", "mru"],
         [TRACE, "--sample", "2"],
         [TRACE, "--host-cache", "64GiB"],
+        [TRACE, "--capacity-blocks", "9" * 30],
+        [TRACE, "--sample", "nan"],
+        [TRACE, "--block-size", "9" * 30],
+        [TRACE, "--model-bytes-per-token", "9" * 30],
         [TRACE, "--device-cache", "1KiB"],
+        [TRACE, "--device-cache", "9" * 30 + "TiB"],
+        [TRACE, "--device-cache", "9" * 400],
         [TRACE, "--device-cache", "1GiB", "--write-policy", "never"],
         [TRACE, "--model", "absent"],
         [TRACE, "--plot", "curve.pdf"],
@@ -147,7 +159,7 @@ def test_a_picture_without_matplotlib_names_the_extra(plan, tmp_path, monkeypatc
         [TRACE, "--tokenizer", "absent.json"],
         [TRACE, "--json", "--csv"],
     ],
-    ids=lambda arguments: " ".join(map(str, arguments[-2:])),
+    ids=lambda arguments: " ".join(str(each)[-30:] for each in arguments[-2:]),
 )
 def test_wrong_usage_is_one_line_and_2(plan, arguments):
     status, stdout, stderr = plan(*arguments)
