@@ -4,11 +4,20 @@ Names are as in vLLM. The public ones load on first use, so that ``engine.config
 without importing torch.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+# GNU OpenMP's threads spin at barriers by default; a transfer thread that takes a core for a moment
+# then costs a forward many times that moment. Must be set before torch loads the library.
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
 if TYPE_CHECKING:
+    from engine.async_document import AsyncDocument, AsyncPin
+    from engine.async_generation import AsyncGeneration
     from engine.async_llm import AsyncLLM
+    from engine.async_session import AsyncSession
+    from engine.async_stream import AsyncOutputStream
     from engine.document import Document
     from engine.generation import Generation
     from engine.llm import LLM
@@ -19,7 +28,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "AsyncDocument",
+    "AsyncGeneration",
     "AsyncLLM",
+    "AsyncOutputStream",
+    "AsyncPin",
+    "AsyncSession",
     "CompletionOutput",
     "Document",
     "Generation",
@@ -31,7 +45,12 @@ __all__ = [
 ]
 
 _MODULES = {
+    "AsyncDocument": "engine.async_document",
+    "AsyncGeneration": "engine.async_generation",
     "AsyncLLM": "engine.async_llm",
+    "AsyncOutputStream": "engine.async_stream",
+    "AsyncPin": "engine.async_document",
+    "AsyncSession": "engine.async_session",
     "LLM": "engine.llm",
     "CompletionOutput": "engine.outputs",
     "Document": "engine.document",

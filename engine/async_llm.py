@@ -1,69 +1,39 @@
 """``AsyncLLM``: the front for event loops, over the same engine as ``LLM``.
 
-Nothing here blocks the loop: prompts are tokenised on a thread of their own, and everything else is
-posted to the step thread, which wakes the loop when there is something to read.
+Nothing here blocks the loop: prompts are tokenised on a thread of their own, and requests are
+posted to the step thread, which wakes the loop when there is something to read. Documents, sessions
+and generations are those of ``LLM``: their requests are awaited here, and what they do with the
+cache waits in a thread meanwhile.
 """
 
 import asyncio
-import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+import os
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
+from engine.async_document import AsyncDocument
+from engine.async_generation import AsyncGeneration
+from engine.async_session import AsyncSession
+from engine.async_stream import AsyncOutputStream
+from engine.generation import Generation
 from engine.llm import LLM
 from engine.outputs import RequestOutput
 from engine.sampling.sampling_params import SamplingParams
-from engine.scheduling.queue_stats import render_queue
+from engine.scheduling.queue_stats import QueueStats, render_queue
 from engine.scheduling.request import Request
 from engine.scheduling.sequence import CacheOptions
-from engine.stream import Stream
 from engine.text.prompts import Message, Prompt, refuse_adapter, salt_of
 from kvstore.reports.metrics import render
 from kvstore.stats import StoreStats
+from kvstore.why.explanation import Explanation
 
 T = TypeVar("T")
 
+MakeRequests = Callable[[], list[Request]]
 
-class AsyncOutputStream(AsyncIterator[RequestOutput]):
-    """Deltas of one request that has been submitted; ``close()`` aborts it."""
-
-    def __init__(self, llm: LLM, request: Request, news: asyncio.Event) -> None:
-        self.request_id = request.request_id
-        self.prompt_token_ids = request.prompt_token_ids
-        self._core = llm._core
-        self._request = request
-        self._news = news
-        self._is_open = True
-
-    def __aiter__(self) -> "AsyncOutputStream":
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        assert self._request.stream is not None
-        try:
-            while self._is_open:
-                await self._news.wait()
-                self._news.clear()
-                delta = self._request.stream.take(self._request)
-                if delta is not None:
-                    self._is_open = not delta.finished
-                    return delta
-        except BaseException:  # what ended the request, or the reader's cancellation
-            self.close()
-            raise
-        raise StopAsyncIteration
-
-    def close(self) -> None:
-        """Abort the request if it still runs. Does not wait; calling it again does nothing."""
-        if self._is_open:
-            self._is_open = False
-            self._core.abort_nowait([self._request])
-
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):
-            self.close()
+_MOST_WAITING = 16  # calls that do something with the cache; more of them wait for these
 
 
 class AsyncLLM:
@@ -76,6 +46,7 @@ class AsyncLLM:
     def __init__(self, model: str = "demo", **settings: Any) -> None:
         self._llm = LLM(model, **settings)
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="kv-tokenize")
+        self._waiting = ThreadPoolExecutor(_MOST_WAITING, thread_name_prefix="kv-wait")
 
     @classmethod
     async def create(cls, model: str = "demo", **settings: Any) -> "AsyncLLM":
@@ -88,7 +59,7 @@ class AsyncLLM:
 
     # ---- answers -------------------------------------------------------------------------------
 
-    async def generate(
+    def generate(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
@@ -96,7 +67,7 @@ class AsyncLLM:
         *,
         cache_salt: str | None = None,
         lora_request: None = None,
-    ) -> AsyncGenerator[RequestOutput]:
+    ) -> AsyncOutputStream:
         """Yield what is new of the answer as it comes; the last delta says ``finished``.
 
         Each ``RequestOutput`` holds only the samples that got something, with their new text,
@@ -104,14 +75,12 @@ class AsyncLLM:
         request. Whoever stops reading pauses it (``engine.stream``).
         """
         refuse_adapter(lora_request)
-        stream = await self.open(prompt, sampling_params, request_id, cache_salt=cache_salt)
-        try:
-            async for delta in stream:
-                yield delta
-        finally:
-            stream.close()
+        cache = CacheOptions.of(salt_of(prompt, cache_salt))
+        return self._stream(
+            lambda: [self._request(prompt, sampling_params, request_id, cache, True)]
+        )
 
-    async def chat(
+    def chat(
         self,
         messages: Sequence[Message],
         sampling_params: SamplingParams | None = None,
@@ -119,14 +88,16 @@ class AsyncLLM:
         *,
         cache_salt: str | None = None,
         lora_request: None = None,
-    ) -> AsyncGenerator[RequestOutput]:
+    ) -> AsyncOutputStream:
         """The next message of a conversation, as ``generate`` yields it."""
         refuse_adapter(lora_request)
-        prompt = await self.read_messages(messages)
-        deltas = self.generate(prompt, sampling_params, request_id, cache_salt=cache_salt)
-        async with contextlib.aclosing(deltas):
-            async for delta in deltas:
-                yield delta
+        cache = CacheOptions.of(cache_salt)
+
+        def make() -> list[Request]:
+            prompt = self._llm._reader.read_messages(messages)
+            return [self._request(prompt, sampling_params, request_id, cache, True)]
+
+        return self._stream(make)
 
     async def open(
         self,
@@ -136,12 +107,9 @@ class AsyncLLM:
         *,
         cache_salt: str | None = None,
     ) -> AsyncOutputStream:
-        """Submit a request and return its stream. What is wrong with it is raised here."""
-        news, loop = asyncio.Event(), asyncio.get_running_loop()
-        stream = Stream(partial(_wake, loop, news), self._llm._core.look_again)
-        request = await self._submit(prompt, sampling_params, request_id, cache_salt, stream)
-        request.result.add_done_callback(lambda _: _wake(loop, news))
-        return AsyncOutputStream(self._llm, request, news)
+        """As ``generate``, submitted when this returns. What is wrong with it is raised here."""
+        stream = self.generate(prompt, sampling_params, request_id, cache_salt=cache_salt)
+        return await stream.open()
 
     async def answer(
         self,
@@ -152,16 +120,85 @@ class AsyncLLM:
         cache_salt: str | None = None,
     ) -> RequestOutput:
         """The whole answer at once. Cancelled, it is aborted."""
-        request = await self._submit(prompt, sampling_params, request_id, cache_salt, None)
-        try:
-            return await asyncio.shield(asyncio.wrap_future(request.result))
-        except asyncio.CancelledError:
-            self._llm._core.abort_nowait([request])
-            raise
+        cache = CacheOptions.of(salt_of(prompt, cache_salt))
+        (output,) = await self._run(
+            lambda: [self._request(prompt, sampling_params, request_id, cache, False)]
+        )
+        return output
 
-    async def abort(self, request_id: str) -> None:
-        """End a request where it is; an unknown or finished one is passed over."""
-        await self._call(lambda: self._llm._core.roster.abort_ids([request_id]))
+    async def start(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        stream: bool = False,
+        cache_salt: str | None = None,
+        cache_priority: int = 0,
+        cache_priority_ttl_s: float | None = None,
+    ) -> AsyncGeneration:
+        """As ``LLM.start``: an answer under way, which can be awaited, aborted and forked."""
+        salt = salt_of(prompt, cache_salt)
+        cache = CacheOptions.of(salt, cache_priority, cache_priority_ttl_s)
+        (request,) = await self._submit(
+            lambda: [self._request(prompt, sampling_params, request_id, cache, stream)]
+        )
+        return AsyncGeneration(self, Generation(self._llm, request, cache))
+
+    async def session(
+        self,
+        system: str | None = None,
+        *,
+        cache_salt: str | None = None,
+        cache_priority: int = 0,
+        cache_priority_ttl_s: float | None = None,
+    ) -> AsyncSession:
+        """As ``LLM.session``: a chat whose every turn reuses everything before it."""
+        session = await self._tokenize(
+            lambda: self._llm.session(
+                system,
+                cache_salt=cache_salt,
+                cache_priority=cache_priority,
+                cache_priority_ttl_s=cache_priority_ttl_s,
+            )
+        )
+        return AsyncSession(self, session)
+
+    async def document(
+        self,
+        text_or_path: str | os.PathLike[str] | Sequence[Message],
+        *,
+        pin: bool = False,
+        persist: bool = False,
+        ttl: float | None = None,
+        prefill: bool = True,
+        cache_salt: str | None = None,
+        cache_priority: int = 0,
+        cache_priority_ttl_s: float | None = None,
+    ) -> AsyncDocument:
+        """As ``LLM.document``: read when this returns, unless ``prefill`` is off."""
+        document = AsyncDocument(
+            self,
+            await self._tokenize(
+                lambda: self._llm.document(
+                    text_or_path,
+                    prefill=False,
+                    cache_salt=cache_salt,
+                    cache_priority=cache_priority,
+                    cache_priority_ttl_s=cache_priority_ttl_s,
+                )
+            ),
+        )
+        if pin or persist or ttl is not None:
+            await document.pin(persist=persist, ttl=ttl)
+        elif prefill:
+            await document.prefill()
+        return document
+
+    async def abort(self, request_id: str | Sequence[str]) -> None:
+        """End requests where they are; unknown and finished ones are passed over."""
+        request_ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        await self._call(lambda: self._llm._core.roster.abort_ids(request_ids))
 
     async def abort_all(self) -> None:
         """End every request where it is."""
@@ -190,6 +227,10 @@ class AsyncLLM:
         """A frozen snapshot of the cache; reading it changes nothing."""
         return await self._call(lambda: self._llm._core.store.stats())
 
+    async def queue_stats(self) -> QueueStats:
+        """A frozen snapshot of how many requests wait, run, and were refused."""
+        return await self._call(self._llm._core.roster.stats)
+
     async def metrics_text(self) -> str:
         """The same numbers, and those of the queue, as Prometheus text."""
         core = self._llm._core
@@ -200,7 +241,17 @@ class AsyncLLM:
         self, tier: str | None = None, *, cache_salt: str | None = None
     ) -> int:
         """As ``LLM.reset_prefix_cache``."""
-        return await asyncio.to_thread(self._llm.reset_prefix_cache, tier, cache_salt=cache_salt)
+        return await self._in_thread(
+            lambda: self._llm.reset_prefix_cache(tier, cache_salt=cache_salt)
+        )
+
+    async def explain(self, prompt: Prompt, *, cache_salt: str | None = None) -> Explanation:
+        """As ``LLM.explain``: where the match of a prompt would end now, and why."""
+        return await self._in_thread(lambda: self._llm.explain(prompt, cache_salt=cache_salt))
+
+    async def flush(self) -> None:
+        """Wait until disk holds every cached block."""
+        await self._in_thread(self._llm.flush)
 
     async def check_health(self) -> None:
         """Raises ``StoreClosedError`` when the engine is closed or has failed."""
@@ -218,6 +269,10 @@ class AsyncLLM:
         """Abort running requests, write what is dirty within ``flush_s`` seconds, free memory."""
         await asyncio.to_thread(self._llm.close, flush_s)
         self._tokenizing.shutdown(wait=False)
+        self._waiting.shutdown(wait=False)
+
+    def __repr__(self) -> str:
+        return f"Async{self._llm!r}"
 
     async def __aenter__(self) -> "AsyncLLM":
         return self
@@ -232,38 +287,51 @@ class AsyncLLM:
 
     # ---- inside --------------------------------------------------------------------------------
 
-    async def _submit(
+    def _request(
         self,
         prompt: Prompt,
         params: SamplingParams | None,
         request_id: str | None,
-        cache_salt: str | None,
-        stream: Stream | None,
+        cache: CacheOptions,
+        is_streamed: bool,
     ) -> Request:
-        """A request that the step thread has taken."""
-        llm, cache = self._llm, CacheOptions.of(salt_of(prompt, cache_salt))
+        return self._llm._requests.of_prompt(
+            prompt,
+            params or SamplingParams(),
+            cache,
+            request_id=request_id,
+            is_streamed=is_streamed,
+        )
 
-        def make() -> Request:
-            text, token_ids = llm._reader.read(prompt)
-            return llm._requests.make(
-                text,
-                token_ids,
-                params or SamplingParams(),
-                cache,
-                request_id=request_id,
-                stream=stream,
-            )
+    def _stream(self, make: MakeRequests, *, is_held: bool = False) -> AsyncOutputStream:
+        return AsyncOutputStream(self._llm._core, lambda: self._submit(make, is_held=is_held))
 
-        request = await self._tokenize(make)
-        llm._core.submit_nowait(request)
+    async def _run(self, make: MakeRequests, *, is_held: bool = False) -> list[RequestOutput]:
+        """Submit and wait. Any exception here aborts what is still running."""
+        requests = await self._submit(make, is_held=is_held)
+        results = [asyncio.wrap_future(request.result) for request in requests]
         try:
-            await self._call(lambda: None)  # behind the request
+            return await asyncio.gather(*map(asyncio.shield, results))
         except BaseException:
-            llm._core.abort_nowait([request])
+            self._llm._core.abort_nowait(requests)
             raise
-        if request.result.done() and request.result.exception() is not None:
-            request.result.result()
-        return request
+
+    async def _submit(self, make: MakeRequests, *, is_held: bool = False) -> list[Request]:
+        """Requests that the step thread has taken. With ``is_held`` those that find no room wait
+        for it, and else are refused."""
+        core = self._llm._core
+        requests = await self._tokenize(make)
+        try:
+            for request in requests:
+                (core.submit if is_held else core.submit_nowait)(request)
+            await self._call(lambda: None)  # behind them
+            for request in requests:
+                if request.result.done():
+                    request.result.result()
+        except BaseException:
+            core.abort_nowait(requests)
+            raise
+        return requests
 
     async def _tokenize(self, function: Callable[[], T]) -> T:
         self._llm._core.check_running()  # else what runs the function may be gone
@@ -273,7 +341,14 @@ class AsyncLLM:
         """Run on the step thread, between steps. Cancelled, it runs all the same."""
         return await asyncio.shield(asyncio.wrap_future(self._llm._core.post(function)))
 
-
-def _wake(loop: asyncio.AbstractEventLoop, news: asyncio.Event) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
-        loop.call_soon_threadsafe(news.set)
+    async def _in_thread(
+        self, function: Callable[[], T], undo: Callable[[T], object] = lambda _: None
+    ) -> T:
+        """Run what blocks, elsewhere. Cancelled, it goes on; ``undo`` is called with what comes of
+        it, which nobody has then."""
+        work = self._waiting.submit(function)
+        try:
+            return await asyncio.shield(asyncio.wrap_future(work))
+        except asyncio.CancelledError:
+            work.add_done_callback(lambda _: work.exception() or undo(work.result()))
+            raise

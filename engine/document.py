@@ -2,12 +2,13 @@
 
 import contextlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 from engine.outputs import RequestOutput
 from engine.progress import reading_bar
 from engine.sampling.sampling_params import SamplingParams
 from engine.scheduling.request import Request
+from engine.stream import OutputStream, Stream
 from engine.text.document_prompt import DocumentPrompt
 from kvstore.block import TierName
 from kvstore.errors import KVStoreError, StoreClosedError
@@ -42,12 +43,7 @@ class Document:
 
     def prefill(self) -> None:
         """Read the document now. Returns at once when the device holds it."""
-        whole = self._reusable
-        if whole and self._llm.config.enable_prefix_caching:
-            request = self._llm._requests.make(
-                None, whole, _DEFAULT_PARAMS, self._cache, prefill_only=True
-            )
-            self._run([request])
+        self._run(self._reading())
 
     def warm(self) -> None:
         """Start bringing what is cached of the document to the device, and return at once."""
@@ -103,25 +99,46 @@ class Document:
 
     @overload
     def ask(
-        self, question: str, sampling_params: SamplingParams | None = None
+        self,
+        question: str,
+        sampling_params: SamplingParams | None = None,
+        *,
+        stream: Literal[False] = False,
     ) -> RequestOutput: ...
 
     @overload
     def ask(
-        self, question: list[str], sampling_params: SamplingParams | None = None
+        self,
+        question: list[str],
+        sampling_params: SamplingParams | None = None,
+        *,
+        stream: Literal[False] = False,
     ) -> list[RequestOutput]: ...
 
+    @overload
     def ask(
-        self, question: str | list[str], sampling_params: SamplingParams | None = None
-    ) -> RequestOutput | list[RequestOutput]:
-        """Answer one question, or several as one batch. Default: greedy, at most 128 tokens."""
-        questions = list(question) if isinstance(question, list | tuple) else [question]
-        requests = [
-            self._llm._requests.make(
-                each, self.prompt_token_ids(each), sampling_params or _DEFAULT_PARAMS, self._cache
-            )
-            for each in questions
-        ]
+        self,
+        question: str | list[str],
+        sampling_params: SamplingParams | None = None,
+        *,
+        stream: Literal[True],
+    ) -> OutputStream: ...
+
+    def ask(
+        self,
+        question: str | list[str],
+        sampling_params: SamplingParams | None = None,
+        *,
+        stream: bool = False,
+    ) -> RequestOutput | list[RequestOutput] | OutputStream:
+        """Answer one question, or several as one batch. Default: greedy, at most 128 tokens.
+
+        With ``stream`` the answers come as an iterator of what is new, as those of
+        ``LLM.generate``.
+        """
+        requests = self._asking(question, sampling_params, is_streamed=stream)
+        if stream:
+            return self._llm._stream(requests)
         outputs = self._run(requests)
         return outputs if isinstance(question, list | tuple) else outputs[0]
 
@@ -164,6 +181,35 @@ class Document:
         if isinstance(outcomes[0], KVStoreError):
             raise outcomes[0]
         return {tier.value: size * outcomes[0].get(tier, 0) for tier in TierName}
+
+    def __repr__(self) -> str:
+        state = "pinned" if self.pinned is not None else "not pinned"
+        return f"Document(model={self._llm.config.model!r}, num_tokens={self.num_tokens}, {state})"
+
+    def _asking(
+        self, question: str | list[str], params: SamplingParams | None, *, is_streamed: bool
+    ) -> list[Request]:
+        """A request for each question."""
+        questions = list(question) if isinstance(question, list | tuple) else [question]
+        return [
+            self._llm._requests.make(
+                each,
+                self.prompt_token_ids(each),
+                params or _DEFAULT_PARAMS,
+                self._cache,
+                stream=Stream() if is_streamed else None,
+            )
+            for each in questions
+        ]
+
+    def _reading(self) -> list[Request]:
+        """The request that reads it, or none where nothing of it would be kept."""
+        whole = self._reusable
+        if not whole or not self._llm.config.enable_prefix_caching:
+            return []
+        return [
+            self._llm._requests.make(None, whole, _DEFAULT_PARAMS, self._cache, prefill_only=True)
+        ]
 
     def _run(self, requests: list[Request]) -> list[RequestOutput]:
         """With a bar on a terminal while the first prompt is read, if that takes several steps."""

@@ -1,6 +1,5 @@
 """An answer under way: waited for, ended early, or continued in another direction."""
 
-import threading
 from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import replace
@@ -26,22 +25,21 @@ class Generation:
     A branch of an answer costs what is new in it: what both have in common is computed once.
     """
 
-    def __init__(
-        self, llm: "LLM", request: Request, cache: CacheOptions, news: threading.Event
-    ) -> None:
+    def __init__(self, llm: "LLM", request: Request, cache: CacheOptions) -> None:
         self._llm = llm
         self._request = request
         self._cache = cache
-        self._news: threading.Event | None = news  # of the request's stream, until it is read
+        self._is_read = False
 
     def __iter__(self) -> Iterator[RequestOutput]:
-        news, self._news = self._news, None
-        if self._request.stream is None:
-            raise ConfigError("stream: this generation was made without; wait for its result()")
-        if news is None:
-            raise ConfigError("this generation has been read; its result() has all of it")
-        with OutputStream(self._llm._core, [self._request], news) as deltas:
+        with OutputStream(self._llm._core, self._to_read()) as deltas:
             yield from deltas
+
+    def __repr__(self) -> str:
+        sample = self._request.sequences[0]
+        state = sample.finish_reason or sample.state.name.lower()
+        num_tokens = len(sample.token_ids) - sample.num_prompt
+        return f"Generation(request_id={self.request_id!r}, num_tokens={num_tokens}, {state})"
 
     @property
     def request_id(self) -> str:
@@ -97,8 +95,6 @@ class Generation:
         reader = self._llm._reader
         more = reader.encode(append) if isinstance(append, str) else reader.read(append or [])[1]
 
-        news = threading.Event()
-
         def make(token_ids: list[int]) -> Request:
             return self._llm._requests.make(
                 None,
@@ -106,8 +102,16 @@ class Generation:
                 params,
                 self._cache,
                 request_id=request_id,
-                stream=Stream(news.set, self._llm._core.look_again) if stream else None,
+                stream=Stream() if stream else None,
             )
 
-        fork = self._llm._core.fork(request, index, make)
-        return Generation(self._llm, fork, self._cache, news)
+        return Generation(self._llm, self._llm._core.fork(request, index, make), self._cache)
+
+    def _to_read(self) -> list[Request]:
+        """What a stream is made of, once."""
+        if self._request.stream is None:
+            raise ConfigError("stream: this generation was made without; wait for its result()")
+        if self._is_read:
+            raise ConfigError("this generation has been read; its result() has all of it")
+        self._is_read = True
+        return [self._request]

@@ -1,38 +1,29 @@
 """``LLM``: the blocking front of the engine, with vLLM's names."""
 
-import atexit
 import inspect
-import logging
 import os
-import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import as_completed, wait
 from types import TracebackType
 from typing import Any, Literal, overload
 
-# GNU OpenMP's threads spin at barriers by default; a transfer thread that takes a core for a moment
-# then costs a forward many times that moment. Must be set before torch loads the library.
-os.environ.setdefault("GOMP_SPINCOUNT", "0")
-
+from engine.at_exit import close_at_exit, is_closed_now
 from engine.config import EngineConfig
-from engine.core import CoreLimits, EngineCore
 from engine.document import Document
 from engine.explaining import explain_prompt
 from engine.generation import Generation
 from engine.model.loader import BeforeWeights, LoadedModel, load_model
 from engine.outputs import RequestOutput
-from engine.parts import build_parts
+from engine.parts import build_core
 from engine.preflight import check_cache_place
 from engine.progress import answers_bar
+from engine.resetting import reset_cache
 from engine.sampling.sampling_params import SamplingParams
-from engine.scheduling.chunking import AsFits, WholeChunks
 from engine.scheduling.queue_stats import QueueStats, render_queue
 from engine.scheduling.request import Request
 from engine.scheduling.sequence import CacheOptions, check_salt
 from engine.session import Session
-from engine.stream import OutputStream, Stream
-from engine.text.document_file import names_a_file, read_document
+from engine.stream import OutputStream
 from engine.text.document_prompt import DocumentPrompt
 from engine.text.prompts import (
     Message,
@@ -44,18 +35,12 @@ from engine.text.prompts import (
     salt_of,
 )
 from engine.text.request_maker import RequestMaker
-from kvstore.block import TierName
-from kvstore.errors import ConfigError
 from kvstore.reports.events import Event
 from kvstore.reports.metrics import render
 from kvstore.stats import StoreStats
 from kvstore.why.explanation import Explanation
 
-logger = logging.getLogger(__name__)
-
-_EXIT_TIMEOUT_S = 30.0  # to write what is dirty when the interpreter ends without close()
 _GLANCE_S = 0.2  # between two looks at what is under way
-_open_engines: "weakref.WeakSet[LLM]" = weakref.WeakSet()
 
 
 class LLM:
@@ -99,20 +84,8 @@ class LLM:
         self.max_model_len = self._loaded.max_model_len
         self._reader = PromptReader(self.tokenizer)
         self._requests = RequestMaker(self._loaded, self._reader, self.config.seed)
-        shapes = self._loaded.fixed_shapes
-        self._core = EngineCore(
-            lambda on_event: build_parts(self.config, self._loaded, on_event),
-            CoreLimits(
-                max_num_seqs=self.config.max_num_seqs,
-                max_num_batched_tokens=self.config.max_num_batched_tokens,
-                use_cache=self.config.enable_prefix_caching,
-                chunking=WholeChunks(shapes) if shapes else AsFits(),
-                scheduling_policy=self.config.scheduling_policy,
-                max_num_waiting=self.config.max_num_waiting,
-                max_total_tokens=self.config.max_total_tokens,
-            ),
-        )
-        _open_engines.add(self)
+        self._core = build_core(self.config, self._loaded)
+        close_at_exit(self)
 
     # ---- answers -------------------------------------------------------------------------------
 
@@ -171,19 +144,42 @@ class LLM:
         many = as_prompts(prompts)
         params = as_params(sampling_params, len(many))
         refuse_adapter(lora_request)
-        news = threading.Event()
         requests = [
-            self._requests.make(
-                *self._reader.read(prompt),
+            self._requests.of_prompt(
+                prompt,
                 each,
                 CacheOptions.of(salt_of(prompt, cache_salt), cache_priority, cache_priority_ttl_s),
-                stream=Stream(news.set, self._core.look_again) if stream else None,
+                is_streamed=stream,
             )
             for prompt, each in zip(many, params, strict=True)
         ]
         if stream:
-            return OutputStream(self._core, requests, news).submit()
+            return self._stream(requests)
         return self._run(requests, show_progress=use_tqdm)
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        stream: Literal[False] = False,
+        cache_salt: str | None = None,
+        lora_request: None = None,
+    ) -> list[RequestOutput]: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        stream: Literal[True],
+        cache_salt: str | None = None,
+        lora_request: None = None,
+    ) -> OutputStream: ...
 
     def chat(
         self,
@@ -191,20 +187,18 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        stream: bool = False,
         cache_salt: str | None = None,
         lora_request: None = None,
-    ) -> list[RequestOutput]:
+    ) -> list[RequestOutput] | OutputStream:
         """Answer one conversation, or several, given as messages with role and content."""
+        refuse_adapter(lora_request)
         is_one = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if is_one else messages
         prompts = [self._reader.read_messages(conversation) for conversation in conversations]
-        return self.generate(
-            prompts,
-            sampling_params,
-            use_tqdm=use_tqdm,
-            cache_salt=cache_salt,
-            lora_request=lora_request,
-        )
+        if stream:
+            return self.generate(prompts, sampling_params, stream=True, cache_salt=cache_salt)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, cache_salt=cache_salt)
 
     def start(
         self,
@@ -224,24 +218,19 @@ class LLM:
         """
         salt = salt_of(prompt, cache_salt)
         cache = CacheOptions.of(salt, cache_priority, cache_priority_ttl_s)
-        text, token_ids = self._reader.read(prompt)
-        params = sampling_params or SamplingParams()
-        news = threading.Event()
-        request = self._requests.make(
-            text,
-            token_ids,
-            params,
+        request = self._requests.of_prompt(
+            prompt,
+            sampling_params or SamplingParams(),
             cache,
             request_id=request_id,
-            stream=Stream(news.set, self._core.look_again) if stream else None,
+            is_streamed=stream,
         )
-        generation = Generation(self, request, cache, news)
         self._core.submit_nowait(request)
         if request_id is not None:  # whether it is free is known behind the request
             self._core.call(lambda: None)
             if request.result.done():
                 request.result.result()
-        return generation
+        return Generation(self, request, cache)
 
     def session(
         self,
@@ -283,7 +272,7 @@ class LLM:
         Raises ``ConfigError``, before anything is computed, when it is empty or does not fit the
         model's context.
         """
-        prompt = _document_prompt(self._reader, text_or_path)
+        prompt = DocumentPrompt.of(self._reader, text_or_path)
         cache = CacheOptions.of(cache_salt, cache_priority, cache_priority_ttl_s)
         document = Document(self, prompt, cache)
         if pin or persist or ttl is not None:
@@ -320,18 +309,7 @@ class LLM:
         What is in use or pinned is skipped; returns how many copies were. With ``tier="device"`` or
         ``"host"`` only that tier's copies go: what disk does not hold yet is written first.
         """
-        name, salt = None if tier is None else _tier_name(tier), cache_salt or ""
-        check_salt(salt)
-        self.flush()
-        store, skipped = self._core.store, 0
-        if name is not TierName.DISK:
-            skipped = self._core.call(lambda: store.reset(name, salt))
-        if name in (None, TierName.DISK):
-            kept: list[int] = []
-            self._core.call(lambda: store.clear_disk(salt, kept.append))
-            self._core.wait_for(lambda: bool(kept))
-            skipped += sum(kept)
-        return skipped
+        return reset_cache(self._core, tier, cache_salt or "")
 
     def explain(self, prompt: Prompt, *, cache_salt: str | None = None) -> Explanation:
         """Where the match of a prompt would end now, and why (``kvstore.why.explain``).
@@ -353,6 +331,10 @@ class LLM:
         """Violated invariants of the cache, one sentence each; empty when all hold. O(blocks)."""
         return self._core.call(lambda: self._core.store.check())
 
+    def __repr__(self) -> str:
+        state = "closed" if self.is_closed else "running"
+        return f"LLM(model={self.config.model!r}, max_model_len={self.max_model_len}, {state})"
+
     @property
     def is_closed(self) -> bool:
         return self._core.is_closed
@@ -361,7 +343,7 @@ class LLM:
         """Abort running requests, write what is dirty within ``timeout`` seconds, free memory.
 
         Calling it again does nothing."""
-        _open_engines.discard(self)
+        is_closed_now(self)
         self._core.close(timeout)
 
     def __enter__(self) -> "LLM":
@@ -401,41 +383,12 @@ class LLM:
             raise
         return [result.result() for result in results]
 
+    def _stream(self, requests: Sequence[Request]) -> OutputStream:
+        return OutputStream(self._core, requests).submit()
+
     def get_tokenizer(self) -> Any:
         """transformers' tokenizer of the model."""
         return self._reader.need_tokenizer("get_tokenizer()")
 
 
 LLM.__signature__ = inspect.signature(EngineConfig)  # type: ignore[attr-defined]
-
-
-def _document_prompt(
-    reader: PromptReader, document: str | os.PathLike[str] | Sequence[Message]
-) -> DocumentPrompt:
-    if isinstance(document, os.PathLike):
-        return DocumentPrompt.of_text(reader, read_document(document))
-    if not isinstance(document, str):
-        return DocumentPrompt.of_messages(reader, document)
-    if names_a_file(document):
-        logger.warning(
-            "the document is the text %r, not that file; pass a Path to read it", document
-        )
-    return DocumentPrompt.of_text(reader, document)
-
-
-def _tier_name(tier: str) -> TierName:
-    try:
-        return TierName(tier)
-    except ValueError:
-        names = ", ".join(name.value for name in TierName)
-        raise ConfigError(f"tier: expected one of {names}, got {tier!r}") from None
-
-
-def _close_all() -> None:
-    for engine in list(_open_engines):
-        engine.close(_EXIT_TIMEOUT_S)
-
-
-# Thread pools end before ``atexit`` runs, and closing needs them. What ends them is a hook of
-# threading's, and hooks that were registered later run earlier.
-getattr(threading, "_register_atexit", atexit.register)(_close_all)

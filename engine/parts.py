@@ -10,9 +10,11 @@ from typing import Any
 import torch
 
 from engine.config import EngineConfig
+from engine.core import CoreLimits, EngineCore
 from engine.model.loader import LoadedModel
 from engine.runner.memory_budget import free_bytes_for_pool
 from engine.runner.model_runner import ModelRunner
+from engine.scheduling.chunking import AsFits, WholeChunks
 from engine.text.document_prompt import template_parts
 from engine.text.tokenizer_file import keep_tokenizer
 from kvstore.config import StoreConfig, parse_size
@@ -28,6 +30,23 @@ logger = logging.getLogger(__name__)
 
 _CPU_DEVICE_CACHE = 2 << 30
 _CUDA_HOST_CACHE = 4 << 30
+
+
+def build_core(config: EngineConfig, loaded: LoadedModel) -> EngineCore:
+    """The step thread, with parts of its own."""
+    shapes = loaded.fixed_shapes
+    return EngineCore(
+        lambda on_event: build_parts(config, loaded, on_event),
+        CoreLimits(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            use_cache=config.enable_prefix_caching,
+            chunking=WholeChunks(shapes) if shapes else AsFits(),
+            scheduling_policy=config.scheduling_policy,
+            max_num_waiting=config.max_num_waiting,
+            max_total_tokens=config.max_total_tokens,
+        ),
+    )
 
 
 def build_parts(

@@ -18,27 +18,41 @@ if TYPE_CHECKING:
     from engine.scheduling.request import Request
 
 
+class Listener(Protocol):
+    """Told what the reader of a stream reads."""
+
+    def heard(self, delta: RequestOutput) -> None: ...
+
+    def ended(self) -> None:
+        """The reader has left early, or an error has ended what it read."""
+
+
 class Stream:
-    """Between the step thread and one consumer.
+    """Between the step thread and one consumer, which may come later than what it reads.
 
     max_unread_tokens   a request computes ahead of its consumer, those of a step more. Pausing
                         gives its blocks up, which costs the recomputation of a part of a block, so
                         it should be rare; 256 tokens are some seconds of an answer
-    wake                called on the step thread when there is something to take; must not wait
-    resume              called on the consumer's thread when it has emptied a full stream; likewise
     """
 
     max_unread_tokens = 256
 
-    def __init__(self, wake: Callable[[], None], resume: Callable[[], None]) -> None:
-        self.wake = wake
-        self._resume = resume
+    def __init__(self, listener: Listener | None = None) -> None:
+        self._listener = listener
+        self._wake: Callable[[], None] = _nobody
+        self._resume: Callable[[], None] = _nobody
         self._lock = threading.Lock()
         self._parts: list[CompletionOutput] = []
         self._num_unread = 0
         self._metrics: RequestMetrics | None = None
         self._has_last = False
         self._has_begun = False
+
+    def connect(self, wake: Callable[[], None], resume: Callable[[], None]) -> None:
+        """From now on ``wake`` is called, on any thread, when there may be something to take, and
+        ``resume`` on the consumer's thread when it has emptied a full stream. Neither may wait."""
+        self._wake, self._resume = wake, resume
+        wake()  # for what came before
 
     @property
     def is_full(self) -> bool:
@@ -53,7 +67,7 @@ class Stream:
             self._metrics = metrics
             self._has_last = is_last
         if is_news:  # else the consumer has not yet come for what it was woken for
-            self.wake()
+            self._wake()
 
     def take(self, request: "Request") -> RequestOutput | None:
         """Everything unread as one delta, or None. Raises what ended the request."""
@@ -66,12 +80,12 @@ class Stream:
         if not is_last and request.result.done():
             if not parts:
                 request.result.result()
-            self.wake()  # again: what ended the request is raised next time
+            self._wake()  # again: what ended the request is raised next time
         if not parts:
             return None
         assert metrics is not None
         is_first, self._has_begun = not self._has_begun, True
-        return RequestOutput(
+        delta = RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
             prompt_token_ids=request.prompt_token_ids,
@@ -80,6 +94,14 @@ class Stream:
             metrics=metrics,
             prompt_logprobs=request.prompt_logprobs if is_first else None,
         )
+        if self._listener is not None:
+            self._listener.heard(delta)
+        return delta
+
+    def end(self) -> None:
+        """The consumer takes nothing more."""
+        if self._listener is not None:
+            self._listener.ended()
 
 
 class StreamsRequests(Protocol):
@@ -88,34 +110,74 @@ class StreamsRequests(Protocol):
     def submit(self, request: "Request") -> None: ...
     def abort(self, requests: "Iterable[Request]") -> None: ...
     def abort_nowait(self, requests: "Iterable[Request]") -> None: ...
+    def look_again(self) -> None: ...
 
 
-class OutputStream(Iterator[RequestOutput]):
-    """Deltas of requests as they come: iterate, and ``close()`` or leave the ``with`` block early
-    to abort what is not finished.
+class Deltas:
+    """What is new of requests that have streams, without waiting for it.
 
     Each ``RequestOutput`` holds only what its request got since the one before: ``outputs`` has the
     samples that got something, each with its new text, tokens and logprobs. The first delta of a
     request has the prompt's logprobs, where it asked for them; the last one says ``finished``.
 
-    request_ids   in the order of the prompts; whoever makes it submits them, here or elsewhere
-    news          set whenever one of their streams has something
+    wake   called on any thread when there may be something to take; must not wait
     """
 
     def __init__(
-        self, core: StreamsRequests, requests: "Sequence[Request]", news: threading.Event
+        self, core: StreamsRequests, requests: "Sequence[Request]", wake: Callable[[], None]
     ) -> None:
-        self.request_ids = [request.request_id for request in requests]
-        self._core = core
-        self._news = news
-        self._open = list(requests)
+        self.unfinished = list(requests)
         self._ready: deque[RequestOutput] = deque()
         for request in requests:
-            request.result.add_done_callback(lambda _: news.set())
+            assert request.stream is not None
+            request.stream.connect(wake, core.look_again)
+            request.result.add_done_callback(lambda _: wake())
+
+    @property
+    def is_over(self) -> bool:
+        return not self.unfinished and not self._ready
+
+    def take(self) -> RequestOutput | None:
+        """The next one, None where there is none yet. Raises what ended a request."""
+        if not self._ready:
+            self._collect()
+        return self._ready.popleft() if self._ready else None
+
+    def give_up(self) -> "list[Request]":
+        """Take nothing more; what is to be aborted."""
+        left, self.unfinished = self.unfinished, []
+        self._ready.clear()
+        for request in left:
+            assert request.stream is not None
+            request.stream.end()
+        return left
+
+    def _collect(self) -> None:
+        for request in list(self.unfinished):
+            assert request.stream is not None
+            delta = request.stream.take(request)
+            if delta is not None:
+                self._ready.append(delta)
+                if delta.finished:
+                    self.unfinished.remove(request)
+
+
+class OutputStream(Iterator[RequestOutput]):
+    """``Deltas`` as they come: iterate, and ``close()`` or leave the ``with`` block early to abort
+    what is not finished.
+
+    request_ids   in the order of the prompts; whoever makes it submits them, here or elsewhere
+    """
+
+    def __init__(self, core: StreamsRequests, requests: "Sequence[Request]") -> None:
+        self.request_ids = [request.request_id for request in requests]
+        self._core = core
+        self._news = threading.Event()
+        self._deltas = Deltas(core, requests, self._news.set)
 
     def submit(self) -> "OutputStream":
         try:
-            for request in self._open:
+            for request in self._deltas.unfinished:
                 self._core.submit(request)
         except BaseException:
             self.close()
@@ -127,21 +189,20 @@ class OutputStream(Iterator[RequestOutput]):
 
     def __next__(self) -> RequestOutput:
         try:
-            while self._open and not self._ready:
+            while not self._deltas.is_over:
+                delta = self._deltas.take()
+                if delta is not None:
+                    return delta
                 self._news.wait()
                 self._news.clear()
-                self._collect()
         except BaseException:  # what ended a request, or Ctrl-C
             self.close()
             raise
-        if not self._ready:
-            raise StopIteration
-        return self._ready.popleft()
+        raise StopIteration
 
     def close(self) -> None:
         """Abort what is not finished; the iteration ends. Calling it again does nothing."""
-        left, self._open = self._open, []
-        self._ready.clear()
+        left = self._deltas.give_up()
         if left:
             self._core.abort(left)
 
@@ -158,18 +219,12 @@ class OutputStream(Iterator[RequestOutput]):
 
     def __del__(self) -> None:
         # Any thread may collect garbage, the step thread too: it must not wait for itself.
-        left = getattr(self, "_open", [])
         with contextlib.suppress(Exception):
-            self._core.abort_nowait(left)
+            self._core.abort_nowait(self._deltas.give_up())
 
-    def _collect(self) -> None:
-        for request in list(self._open):
-            assert request.stream is not None
-            delta = request.stream.take(request)
-            if delta is not None:
-                self._ready.append(delta)
-                if delta.finished:
-                    self._open.remove(request)
+
+def _nobody() -> None:
+    """Where no consumer has come yet."""
 
 
 def _merged(parts: Sequence[CompletionOutput]) -> list[CompletionOutput]:

@@ -143,3 +143,11 @@ class Pin:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+    def __repr__(self) -> str:
+        state = "held" if self.is_settled else "being written"
+        if self.error is not None:
+            state = "failed"
+        elif self._release is None:
+            state = "released"
+        return f"Pin(num_blocks={self.num_blocks}, {state})"

@@ -9,7 +9,6 @@ import time
 
 import numpy as np
 
-import engine.llm  # noqa: F401 - first: it sets how torch's threads wait
 from engine.config import EngineConfig
 from engine.measuring.calibration import Calibration
 from engine.model.loader import load_model

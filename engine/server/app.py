@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 
-from engine.async_llm import AsyncLLM, AsyncOutputStream
+from engine.async_llm import AsyncLLM
+from engine.async_stream import AsyncOutputStream
 from engine.outputs import RequestOutput
 from engine.sampling.sampling_params import SamplingParams
 from engine.server.bodies import Body, BodyLimit, ChatBody, CompletionBody

@@ -1,13 +1,18 @@
 """The tokens of a document and of the questions about it: the document's do not depend on the
 question (``engine.text.chat_template``)."""
 
+import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from engine.text.chat_template import has_template, place, render, split, template_around
+from engine.text.document_file import names_a_file, read_document
 from engine.text.prompts import Message, PromptReader, as_message
 from kvstore.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _LEAST_QUESTION, _LEAST_ANSWER = 1, 1  # tokens
 
@@ -24,6 +29,21 @@ class DocumentPrompt:
     prefix: list[int]
     between: list[int]
     after: list[int]
+
+    @classmethod
+    def of(
+        cls, reader: PromptReader, document: str | os.PathLike[str] | Sequence[Message]
+    ) -> "DocumentPrompt":
+        """Of a text, of the file at a path, or of messages. Raises ``ConfigError`` as they do."""
+        if isinstance(document, os.PathLike):
+            return cls.of_text(reader, read_document(document))
+        if not isinstance(document, str):
+            return cls.of_messages(reader, document)
+        if names_a_file(document):
+            logger.warning(
+                "the document is the text %r, not that file; pass a Path to read it", document
+            )
+        return cls.of_text(reader, document)
 
     @classmethod
     def of_text(cls, reader: PromptReader, text: str) -> "DocumentPrompt":

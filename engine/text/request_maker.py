@@ -11,7 +11,7 @@ from engine.scheduling.request import Request
 from engine.scheduling.sequence import CacheOptions, Sequence
 from engine.stream import Stream
 from engine.text.detokenizer import Detokenizer
-from engine.text.prompts import PromptReader
+from engine.text.prompts import Prompt, PromptReader
 from kvstore.errors import ConfigError
 
 
@@ -26,6 +26,26 @@ class RequestMaker:
         self._reader = reader
         self._seed = seed
         self._numbers = itertools.count()
+
+    def of_prompt(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        cache: CacheOptions,
+        *,
+        request_id: str | None = None,
+        is_streamed: bool = False,
+    ) -> Request:
+        """The request of what a caller gave. Raises ``ConfigError`` for what is wrong with it."""
+        text, token_ids = self._reader.read(prompt)
+        return self.make(
+            text,
+            token_ids,
+            params,
+            cache,
+            request_id=request_id,
+            stream=Stream() if is_streamed else None,
+        )
 
     def make(
         self,

@@ -177,6 +177,22 @@ def test_it_is_an_asynchronous_context_manager_and_says_when_it_is_closed(text_m
     asyncio.run(main())
 
 
+def test_what_the_engine_knows_is_awaited(llm):
+    prompt = "Once upon a time there was a loop that went on"
+
+    async def main():
+        await llm.answer(prompt, SHORT)
+        await llm.flush()
+        cached = await llm.explain(prompt)
+        assert cached == llm._llm.explain(prompt)
+        assert await llm.queue_stats() == llm._llm.queue_stats()
+        assert await llm.reset_prefix_cache() == 0
+        assert await llm.explain(prompt) != cached
+
+    asyncio.run(main())
+    assert repr(llm) == f"AsyncLLM(model={llm._llm.config.model!r}, max_model_len=512, running)"
+
+
 def test_threads_that_encode_at_once_do_not_change_what_others_read(llm):
     """Whether special tokens are read is a state of the tokenizer: a text in one thread used to be
     read with the setting of another."""

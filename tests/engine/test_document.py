@@ -227,6 +227,36 @@ def test_evict_of_a_document_that_only_disk_holds(llm):
     assert freed["disk"] >= whole_blocks(document) - BLOCK
 
 
+def test_answers_about_a_document_are_streamed_as_prompts_are(llm):
+    document = llm.document("A document of which answers come as they are made. " * 3)
+    questions = ["Why?", "When?"]
+    with document.ask(questions, SHORT, stream=True) as deltas:
+        texts = dict.fromkeys(deltas.request_ids, "")
+        for delta in deltas:
+            texts[delta.request_id] += delta.outputs[0].text
+            assert delta.num_cached_tokens >= whole_blocks(document)
+    expected = [output.outputs[0].text for output in document.ask(questions, SHORT)]
+    assert list(texts.values()) == expected
+    assert (
+        "".join(d.outputs[0].text for d in document.ask("Why?", SHORT, stream=True))
+        == (expected[0])
+    )
+    with pytest.raises(ConfigError, match="a question is text"):
+        document.ask("", stream=True)
+
+
+def test_what_is_printed_of_a_document_is_one_line_without_its_text(llm):
+    document = llm.document("A secret that nobody prints. " * 3)
+    with document.pin() as pin:
+        assert repr(document).startswith(f"Document(model={llm.config.model!r}, num_tokens=")
+        assert repr(document).endswith(", pinned)")
+        assert repr(pin) == f"Pin(num_blocks={pin.num_blocks}, held)"
+    assert repr(document).endswith(", not pinned)")
+    assert repr(pin) == f"Pin(num_blocks={pin.num_blocks}, released)"
+    assert "secret" not in repr(document)
+    assert repr(llm) == f"LLM(model={llm.config.model!r}, max_model_len=512, running)"
+
+
 @contextmanager
 def terminal() -> Iterator[list[str]]:
     """stderr is a terminal meanwhile; what was shown there is in the list at the end."""

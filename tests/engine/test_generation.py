@@ -235,3 +235,12 @@ def test_a_fork_beyond_the_context_is_refused(llm, tiny_prompts):
     first.result(60)
     with pytest.raises(ConfigError, match="has 512 tokens and the model takes 511"):
         first.fork(append=[5] * 480)
+
+
+def test_what_is_printed_of_a_generation_says_how_far_it_is(llm, tiny_prompts):
+    generation = llm.start(tiny_prompts[0], LONG, request_id="mine")
+    wait_until_it_has(generation, 1)
+    assert repr(generation).startswith("Generation(request_id='mine', num_tokens=")
+    assert repr(generation).endswith(", running)")
+    generation.abort()
+    assert repr(generation).endswith(", abort)")

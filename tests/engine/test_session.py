@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from engine import LLM, SamplingParams
-from engine.session import Turns
+from engine.text.turn_template import TurnTemplate
 from kvstore.errors import ConfigError
 
 BRIEF = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
@@ -112,6 +112,80 @@ def test_a_session_goes_on_from_one_answer(llm):
         llm.session(5)
 
 
+def said(session):
+    return session.messages, session.token_ids
+
+
+def test_a_turn_that_was_read_to_its_end_is_as_one_that_was_waited_for(llm):
+    streamed, waited = llm.session("Be brief."), llm.session("Be brief.")
+    for question in ("Who keeps bees in Oslo?", "And since when?"):
+        before = said(streamed)
+        for delta in streamed.ask(question, BRIEF, stream=True):
+            if not delta.finished:
+                assert said(streamed) == before
+        waited.ask(question, BRIEF)
+        assert said(streamed) == said(waited)
+    assert f"num_turns=2, num_tokens={len(waited.token_ids)})" in repr(waited)
+
+
+@pytest.mark.parametrize("is_forgotten", [False, True])
+def test_a_turn_whose_stream_is_closed_early_stays_with_what_was_read(llm, is_forgotten):
+    session = llm.session()
+    stream = session.ask("Who keeps bees in Oslo?", replace(BRIEF, max_tokens=300), stream=True)
+    read = [next(stream), next(stream)]
+    if is_forgotten:
+        del stream
+    else:
+        stream.close()
+        assert list(stream) == []
+    text = "".join(delta.outputs[0].text for delta in read)
+    heard = [token_id for delta in read for token_id in delta.outputs[0].token_ids]
+    assert [message["content"] for message in session.messages] == ["Who keeps bees in Oslo?", text]
+    ending = llm._reader.encode("<|im_end|>\n", is_template=True)
+    assert session.token_ids == read[0].prompt_token_ids + heard + ending
+    session.ask("And since when?", BRIEF)
+    assert len(session.messages) == 4
+    assert llm.check() == []
+
+
+def test_a_turn_of_which_nothing_was_read_is_undone(llm):
+    session = llm.session("Be brief.")
+    session.ask("Who?", BRIEF)
+    before = said(session)
+    session.ask("And when?", BRIEF, stream=True).close()
+    assert said(session) == before
+    with pytest.raises(ConfigError):
+        session.ask(" ", stream=True)
+    session.ask("And when?", BRIEF)
+
+
+def test_a_turn_that_an_error_ended_is_undone(llm, monkeypatch):
+    session, execute = llm.session(), llm._core.runner.execute
+    stream = session.ask("Who?", replace(BRIEF, max_tokens=300), stream=True)
+    next(stream)
+
+    def fail(steps):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(llm._core.runner, "execute", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        list(stream)
+    monkeypatch.setattr(llm._core.runner, "execute", execute)
+    assert session.messages == []
+    session.ask("Who?", BRIEF)
+
+
+def test_a_session_answers_one_question_at_a_time(llm):
+    session = llm.session()
+    with session.ask("Who?", replace(BRIEF, max_tokens=300), stream=True) as stream:
+        next(stream)
+        assert repr(session).endswith(", answering)")
+        with pytest.raises(ConfigError, match="is answering already: read that stream"):
+            session.ask("When?", BRIEF)
+        session.fork().ask("When?", BRIEF)
+    assert session.ask("When?", BRIEF).finished
+
+
 def test_salted_sessions_share_nothing(llm):
     text = "Who keeps bees in Oslo, and why does he do it?"
     for salt in ("a", "b"):
@@ -127,7 +201,7 @@ STRIPPING = (
 
 def test_texts_are_stripped_where_the_template_strips_them(llm, monkeypatch):
     monkeypatch.setattr(llm.tokenizer, "chat_template", STRIPPING)
-    assert Turns.of(llm._reader, None).strips_text
+    assert TurnTemplate.of(llm._reader, None).strips_text
     session = llm.session()
     session.ask("  Who?  ", BRIEF)
     assert session.token_ids[: len("[user]Who?</s>[assistant]")] == llm._reader.encode(

@@ -93,7 +93,7 @@ def test_deltas_add_up_to_the_text_whenever_they_are_read(
         min_tokens=min(min_tokens, len(token_ids)),
         include_stop_str_in_output=include_stop,
     )
-    stream = Stream(lambda: None, lambda: None)
+    stream = Stream()
     sequence = Sequence(
         "0", 0, params, CacheOptions(), [1], 1, 1 + len(token_ids), frozenset(),
         Detokenizer(tokenizer, [1], params.stop_strings, include_stop=include_stop), None,
@@ -240,3 +240,12 @@ def test_closing_the_engine_ends_its_streams(text_model, few_unread):
     with pytest.raises(StoreClosedError):
         next(stream)
     assert list(stream) == []
+
+
+def test_chats_are_streamed_as_prompts_are(llm):
+    chats = [[{"role": "user", "content": text}] for text in ("Hello", "Good evening")]
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    for messages in (chats[0], chats):
+        deltas = llm.chat(messages, params, stream=True)
+        expected = whole(llm.chat(messages, params))
+        assert sorted(joined(deltas), key=str) == sorted(expected, key=str)

@@ -1,0 +1,35 @@
+"""Forgetting what a running engine has cached (``LLM.reset_prefix_cache``)."""
+
+from engine.core import EngineCore
+from engine.scheduling.sequence import check_salt
+from kvstore.block import TierName
+from kvstore.errors import ConfigError
+
+
+def reset_cache(core: EngineCore, tier: str | None, salt: str) -> int:
+    """The blocks of one salt, in one tier or, with None, in all; how many copies were skipped.
+
+    Waits: what disk does not hold yet is written first. Raises ``ConfigError`` for a tier or salt
+    that is none.
+    """
+    name = None if tier is None else _tier_name(tier)
+    check_salt(salt)
+    store, skipped = core.store, 0
+    core.call(store.urge)
+    core.wait_for(lambda: store.is_clean)
+    if name is not TierName.DISK:
+        skipped = core.call(lambda: store.reset(name, salt))
+    if name in (None, TierName.DISK):
+        kept: list[int] = []
+        core.call(lambda: store.clear_disk(salt, kept.append))
+        core.wait_for(lambda: bool(kept))
+        skipped += sum(kept)
+    return skipped
+
+
+def _tier_name(tier: str) -> TierName:
+    try:
+        return TierName(tier)
+    except ValueError:
+        names = ", ".join(name.value for name in TierName)
+        raise ConfigError(f"tier: expected one of {names}, got {tier!r}") from None
