@@ -11,9 +11,13 @@ next one.
     ratio            mean time to first token over that of recomputing: where half of the questions
                      hit, a median would show only one half
     tokens_per_gib   tokens the slowest tier holds for each GiB that it takes
-    tokens_per_s     prompt tokens answered for, over the time it took
+    tokens_per_s     prompt tokens answered for, over the time it took;
+                     recompute_tokens_per_s: the same of the engine without
 
 Every document's answer is first computed without a cache, and every later one compared with it.
+Before a point's questions the tiers are filled, the most popular document last.
+
+For longer documents and more questions: --document-tokens 2000 --questions 200
 """
 
 import itertools
@@ -23,27 +27,55 @@ import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import workload
-from harness import Record, main, say, summarize
+from harness import Progress, Record, main, say, summarize
 
 OPTIONS = {
     "model": "demo",
     "dtype": "bfloat16",
-    "document_tokens": 560,
-    "output_tokens": 4,
+    "document_tokens": 320,
+    "output_tokens": 2,
     "device_documents": 2,
     "host_documents": 4,
     "disk_documents": 8,
     "multiples": "0.5,1,2,4,8",
     "popularity": "uniform,zipf",
     "tiers": "device,host,disk",
-    "questions": 2.0,  # counted ones, per document
-    "least_questions": 32,
+    "questions": 48,  # of a point, counted ones
     "seed": 0,
 }
 SPARE_TOKENS = 64  # template and question
-EVERY = 4  # every so manieth question is also asked of the engine without a cache
+EVERY = 8  # every so manieth question is also asked of the engine without a cache
+TOGETHER = 8  # first answers are computed so many at a time
+# Time of a hit over that of a miss, for the estimate of what is left.
+HIT_OVER_MISS = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One multiple of a tier that holds ``holds`` documents, under one popularity."""
+
+    tier: str
+    popularity: str
+    multiple: float
+    holds: int
+
+    @property
+    def num_documents(self) -> int:
+        return max(1, round(self.multiple * self.holds))
+
+    @property
+    def num_filling(self) -> int:
+        """The most popular documents, twice what fits: read before questions count."""
+        return min(self.num_documents, 2 * self.holds)
+
+    def work(self, num_questions: int) -> float:
+        """About how many documents it takes as long to read; popular ones are found oftener."""
+        missing = max(0.0, 1 - self.holds / self.num_documents)
+        asked = self.num_filling + num_questions * (missing + HIT_OVER_MISS)
+        return asked + num_questions / EVERY
 
 
 class Bench:
@@ -61,62 +93,71 @@ class Bench:
         self.block_bytes = self.plain.stats().block_bytes
         self.answers = workload.Answers(options.dtype)
 
-    def ask(self, llm, number: int):
+    def document(self, llm, number: int):
         text = workload.document(number, self.options.document_tokens)
-        document = llm.document(text, prefill=False)
-        output = document.ask(workload.QUESTION, self.params)
-        if llm is self.plain:
-            self.answers.expect(number, output.outputs[0])
-        else:
-            self.answers.check(number, output.outputs[0].token_ids)
+        return llm.document(text, prefill=False)
+
+    def ask(self, llm, number: int):
+        output = self.document(llm, number).ask(workload.QUESTION, self.params)
+        self.answers.check(number, output.outputs[0].token_ids)
         return output
 
-    def sizes(self, tier: str, directory: str) -> tuple[dict, int]:
-        """Settings of an engine whose slowest tier is ``tier``, and documents that tier holds."""
+    def answer_uncached(self, numbers: range, progress: Progress) -> None:
+        for first in range(0, len(numbers), TOGETHER):
+            some = numbers[first : first + TOGETHER]
+            documents = [self.document(self.plain, number) for number in some]
+            prompts = [document.prompt_token_ids(workload.QUESTION) for document in documents]
+            outputs = self.plain.generate(prompts, self.params, use_tqdm=False)
+            for number, output in zip(some, outputs, strict=True):
+                self.answers.expect(number, output.outputs[0])
+            progress.add(len(some), "answers without a cache")
+
+    def sizes(self, tier: str, directory: str) -> dict:
+        """Settings of an engine whose slowest tier is ``tier``."""
         options = self.options
         # Of a prompt whole blocks stay, the shared head of the template once.
-        blocks = -(-self.max_len // 16)
-        document_bytes = blocks * self.block_bytes
+        document_bytes = -(-self.max_len // 16) * self.block_bytes
         sizes = {"device_cache": options.device_documents * document_bytes, "host_cache": 0}
-        holds = options.device_documents
         if tier in ("host", "disk"):
-            holds = options.host_documents
-            sizes["host_cache"] = holds * document_bytes
+            sizes["host_cache"] = options.host_documents * document_bytes
         if tier == "disk":
-            holds = options.disk_documents
             # LMDB rounds payloads up to pages, and eviction stops at a share of the capacity.
             sizes["disk_cache"] = directory
-            sizes["disk_cache_size"] = int(holds * document_bytes / 0.8)
-        return sizes, holds
+            sizes["disk_cache_size"] = int(options.disk_documents * document_bytes / 0.8)
+        return sizes
 
-    def point(self, llm, popularity: str, count: int, multiple: float, tier: str) -> Record:
-        """Ask questions about ``count`` documents and see where their blocks come from."""
-        options = self.options
-        num_questions = max(options.least_questions, round(options.questions * count))
-        order = workload.draws(popularity, count, count + num_questions, options.seed)
-        for number in order[:count]:  # until the tiers hold what this popularity puts there
+    def measure(self, llm, point: Point) -> Record:
+        """Ask questions about the point's documents and see where their blocks come from."""
+        options, count = self.options, point.num_documents
+        order = workload.draws(point.popularity, count, options.questions, options.seed)
+        for number in reversed(range(point.num_filling)):
             self.ask(llm, number)
         found: Counter[str] = Counter()
-        seconds, recomputed, spent = [], [], 0.0
-        for asked, number in enumerate(order[count:]):
+        seconds, recomputed = [], []
+        spent, recomputing_spent, recomputed_tokens = 0.0, 0.0, 0
+        for asked, number in enumerate(order):
             started = time.perf_counter()
             output = self.ask(llm, number)
-            spent += time.perf_counter() - started
+            ended = time.perf_counter()
+            spent += ended - started
             seconds.append(output.metrics.ttft_s)
             found.update(output.metrics.cached_tokens)
             found["computed"] += output.metrics.computed_tokens
             if asked % EVERY == 0:
                 recomputed.append(self.ask(self.plain, number).metrics.ttft_s)
-        held = llm.stats().tiers[tier]
+                recomputing_spent += time.perf_counter() - ended
+                recomputed_tokens += len(output.prompt_token_ids)
+        held = llm.stats().tiers[point.tier]
         tokens_held = 16 * held.used_blocks
         total = found.total()
         return {
-            "case": f"{tier} {popularity} {multiple:g}",
-            "tier": tier,
-            "popularity": popularity,
-            "multiple": multiple,
+            "case": f"{point.tier} {point.popularity} {point.multiple:g}",
+            "tier": point.tier,
+            "popularity": point.popularity,
+            "multiple": point.multiple,
             "documents": count,
-            "questions": num_questions,
+            "document_tokens": options.document_tokens,
+            "questions": options.questions,
             "hit_share": {name: round(tokens / total, 4) for name, tokens in found.items()},
             "ttft_s": summarize(seconds),
             "recompute_ttft_s": summarize(recomputed),
@@ -124,27 +165,35 @@ class Bench:
             "ratio": statistics.mean(seconds) / statistics.mean(recomputed),
             "tokens_per_gib": tokens_held and round(tokens_held / (held.used_bytes / 2**30)),
             "tokens_per_s": total / spent,
+            "recompute_tokens_per_s": recomputed_tokens / recomputing_spent,
         }
 
 
-def points(bench: Bench, tier: str) -> Iterator[Record]:
-    options = bench.options
+def points(options: Namespace) -> Iterator[Point]:
     multiples = [float(each) for each in options.multiples.split(",")]
-    for multiple, popularity in itertools.product(multiples, options.popularity.split(",")):
-        with tempfile.TemporaryDirectory() as directory:
-            sizes, holds = bench.sizes(tier, directory)
-            count = max(1, round(multiple * holds))
-            say(f"{tier}: {count} documents, {popularity}")
-            for number in range(count):
-                if not bench.answers.knows(number):
-                    bench.ask(bench.plain, number)
-            with bench.cached(**sizes) as llm:
-                yield bench.point(llm, popularity, count, multiple, tier)
+    popularities = options.popularity.split(",")
+    for tier in options.tiers.split(","):
+        holds = getattr(options, f"{tier}_documents")
+        for multiple, popularity in itertools.product(multiples, popularities):
+            yield Point(tier, popularity, multiple, holds)
 
 
 def measure(arguments: Namespace) -> list[Record]:
     bench = Bench(arguments)
-    records = [record for tier in arguments.tiers.split(",") for record in points(bench, tier)]
+    every = list(points(arguments))
+    most = max(point.num_documents for point in every)
+    progress = Progress(most + sum(point.work(arguments.questions) for point in every))
+    bench.answer_uncached(range(most), progress)
+    records = []
+    for tier, group in itertools.groupby(every, lambda point: point.tier):
+        with (
+            tempfile.TemporaryDirectory() as directory,
+            bench.cached(**bench.sizes(tier, directory)) as llm,
+        ):
+            for point in group:
+                assert llm.reset_prefix_cache() == 0, "blocks of the point before are in use"
+                records.append(bench.measure(llm, point))
+                progress.add(point.work(arguments.questions), records[-1]["case"])
     bench.plain.close()
     say(f"{bench.answers.num_compared} answers compared, {bench.answers.num_ties} parted at a tie")
     return records

@@ -14,6 +14,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,21 @@ def read_results(paths: Iterable[Path]) -> list[Record]:
 
 def say(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
+
+
+class Progress:
+    """Tells on stderr what part of a long run is done, and about how long the rest will take."""
+
+    def __init__(self, total: float) -> None:
+        self._total, self._done = total, 0.0
+        self._started = time.monotonic()
+
+    def add(self, amount: float, what: str) -> None:
+        """``what`` is done, ``amount`` of the total."""
+        self._done += amount
+        share = self._done / self._total
+        left_s = (time.monotonic() - self._started) * (1 - share) / share
+        say(f"{share:4.0%}  about {left_s / 60:.1f} min left  {what}")
 
 
 def text(value: Any) -> str:
