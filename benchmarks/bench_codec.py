@@ -13,11 +13,17 @@ from pathlib import Path
 
 import numpy as np
 from bench_ttft import QUESTION, document_text
-from harness import Record, main, paired_ratio, say, summarize
+from harness import Record, alternate, main, paired_ratio, say, summarize
 
 from kvstore.disk.codec import get_codec
 
-OPTIONS = {"runs": 5, "words": 2150, "dtype": "bfloat16", "codec": "planes-zstd"}
+OPTIONS = {
+    "runs": 5,
+    "model": "demo",
+    "words": 2150,
+    "dtype": "bfloat16",
+    "codec": "planes-zstd",
+}
 
 
 def real_blocks(llm, text: str) -> np.ndarray:
@@ -28,29 +34,38 @@ def real_blocks(llm, text: str) -> np.ndarray:
     return store.device.rows[ids].copy()
 
 
-def bench_speed(name: str, blocks: np.ndarray, itemsize: int) -> dict:
+def bench_speed(name: str, blocks: np.ndarray, itemsize: int, runs: int) -> dict:
     codec = get_codec(name)
     assert codec is not None
-    started = time.perf_counter()
-    coded = [codec.encode(block.data, itemsize) for block in blocks]
-    encode_s = time.perf_counter() - started
+    coded: list[bytes] = []
     target = np.empty_like(blocks)
-    started = time.perf_counter()
-    for stored, row in zip(coded, target, strict=True):
-        codec.decode_into(memoryview(stored), row.data)
-    decode_s = time.perf_counter() - started
-    assert (target == blocks).all(), "the codec changed a byte"
-    return {
-        "case": "speed",
-        "codec": name,
-        "bytes": blocks.nbytes,
-        "ratio": blocks.nbytes / sum(map(len, coded)),
-        "encode_gb_s": blocks.nbytes / encode_s / 1e9,
-        "decode_gb_s": blocks.nbytes / decode_s / 1e9,
-    }
+
+    def encode() -> float:
+        started = time.perf_counter()
+        coded[:] = [codec.encode(block.data, itemsize) for block in blocks]
+        return time.perf_counter() - started
+
+    def decode() -> float:
+        target[:] = 0
+        started = time.perf_counter()
+        for stored, row in zip(coded, target, strict=True):
+            codec.decode_into(memoryview(stored), row.data)
+        seconds = time.perf_counter() - started
+        assert (target == blocks).all(), "the codec changed a byte"
+        return seconds
+
+    samples = alternate({"encode": encode, "decode": decode}, runs)
+    record = {"case": "speed", "codec": name, "bytes": blocks.nbytes}
+    record |= {"over": "encoded bytes", "ratio": blocks.nbytes / sum(map(len, coded))}
+    for step, times in samples.items():
+        found = summarize(times)
+        record |= {f"{step}_gb_s": blocks.nbytes / found["median"] / 1e9, f"{step}_s": found}
+    return record
 
 
-def restart_ttft(directory: Path, text: str, dtype: str, codec: str, *, is_cold: bool) -> tuple:
+def restart_ttft(
+    directory: Path, text: str, arguments: Namespace, codec: str, *, is_cold: bool
+) -> tuple[float, list[int]]:
     """First question of a new engine, as after a restart: no block in memory."""
     from engine import LLM, SamplingParams
 
@@ -59,8 +74,8 @@ def restart_ttft(directory: Path, text: str, dtype: str, codec: str, *, is_cold:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     with LLM(
-        "demo",
-        dtype=dtype,
+        arguments.model,
+        dtype=arguments.dtype,
         disk_cache=directory,
         load_policy="always",
         max_model_len=4096,
@@ -82,7 +97,7 @@ def measure(arguments: Namespace) -> list[Record]:
         for name, directory in directories.items():
             say(f"reading the document into a cache with codec {name}")
             with LLM(
-                "demo",
+                arguments.model,
                 dtype=arguments.dtype,
                 disk_cache=directory,
                 max_model_len=4096,
@@ -93,16 +108,19 @@ def measure(arguments: Namespace) -> list[Record]:
                     QUESTION, SamplingParams(temperature=0.0, max_tokens=1)
                 )
                 itemsize = llm._loaded.dtype.itemsize
-        records.append(bench_speed(arguments.codec, blocks, itemsize))
+        records.append(bench_speed(arguments.codec, blocks, itemsize, arguments.runs))
         for is_cold in (False, True):
-            samples: dict[str, list[float]] = {name: [] for name in codecs}
-            for _ in range(arguments.runs):
-                for name, directory in directories.items():
-                    seconds, token_ids = restart_ttft(
-                        directory, text, arguments.dtype, name, is_cold=is_cold
-                    )
-                    assert token_ids == answer.outputs[0].token_ids, "the answer changed"
-                    samples[name].append(seconds)
+
+            def ttft(name: str, is_cold: bool = is_cold) -> float:
+                seconds, token_ids = restart_ttft(
+                    directories[name], text, arguments, name, is_cold=is_cold
+                )
+                assert token_ids == answer.outputs[0].token_ids, "the answer changed"
+                return seconds
+
+            samples = alternate(
+                {name: lambda name=name, ttft=ttft: ttft(name) for name in codecs}, arguments.runs
+            )
             records.append(
                 {
                     "case": "restart ttft",
@@ -110,7 +128,7 @@ def measure(arguments: Namespace) -> list[Record]:
                     "over": "raw",
                     "ratio": paired_ratio(samples[arguments.codec], samples["raw"]),
                 }
-                | {f"{name}_s": summarize(times)["median"] for name, times in samples.items()}
+                | {f"{name}_s": summarize(times) for name, times in samples.items()}
             )
     return records
 

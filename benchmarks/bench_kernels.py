@@ -58,10 +58,9 @@ def timed(run: Callable[[], Any]) -> Callable[[], float]:
 def compare(runs: int, ours: Callable[[], Any], theirs: Callable[[], Any]) -> dict[str, Any]:
     samples = harness.alternate({"ours": timed(ours), "sdpa": timed(theirs)}, runs)
     return {
+        "over": "sdpa",
         "ratio": harness.paired_ratio(samples["ours"], samples["sdpa"]),
-        **{f"{name}_s": harness.summarize(values)["median"] for name, values in samples.items()},
-        **{f"{name}_p90_s": harness.summarize(values)["p90"] for name, values in samples.items()},
-        "runs": runs,
+        **{f"{name}_s": harness.summarize(values) for name, values in samples.items()},
     }
 
 
@@ -70,7 +69,8 @@ def bench_attention(name: str, dtype: torch.dtype, runs: int) -> dict[str, Any]:
     length = prefix + num_new
     count = -(-length // BLOCK_SIZE)
     shape = (num_seqs * count, NUM_LAYERS, 2, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM)
-    pool = torch.randn(shape, dtype=dtype)
+    pool = torch.empty(shape, dtype=dtype)  # the other layers are never touched
+    pool[:, 1].normal_()
     k_pool, v_pool = pool[:, 1, 0], pool[:, 1, 1]
     # A pool in use for a while: runs of eight blocks, in no order.
     pieces = torch.arange(num_seqs * count).split(8)
@@ -119,13 +119,14 @@ def bench_attention(name: str, dtype: torch.dtype, runs: int) -> dict[str, Any]:
     bound = 1e-5 if dtype == torch.float32 else 2e-2
     assert errors[0] < bound, f"{name}: error {errors[0]:.1e} exceeds {bound}"
     work = attention_work(num_seqs, num_new, prefix, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM)
-    row = compare(runs, ours, theirs)
+    # What takes a millisecond or two is decided by the scheduler, once in a while.
+    row = compare(runs if num_new > 100 else 5 * runs, ours, theirs)
     return {
         "case": name,
         "dtype": str(dtype).removeprefix("torch."),
         **row,
         # 4 operations per seen key, head and element of head_dim
-        "gflops_per_s": work.flops / row["ours_s"] / 1e9,
+        "gflops_per_s": work.flops / row["ours_s"]["median"] / 1e9,
         "error_ours": errors[0],
         "error_sdpa": errors[1],
     }

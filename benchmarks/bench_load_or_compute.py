@@ -15,7 +15,7 @@ import tempfile
 from argparse import Namespace
 from dataclasses import asdict
 
-from harness import Record, main, paired_ratio, say
+from harness import Record, main, paired_ratio, say, summarize
 
 from engine import LLM, SamplingParams
 from kvstore.testing import FaultyDisk
@@ -95,7 +95,7 @@ def bench_case(
         "case": "auto",
         "document_tokens": len(document),
         "disk_mb_per_s": bytes_per_s / 1e6,
-        **{f"{name}_s": statistics.median(each) for name, each in times.items()},
+        **{f"{name}_s": summarize(each) for name, each in times.items()},
         "best": best,
         "over": "the better of both",
         "ratio": paired_ratio(times["auto"], times[best]),

@@ -12,7 +12,6 @@ against the curve.
 """
 
 import multiprocessing
-import statistics
 import tempfile
 import time
 from argparse import Namespace
@@ -20,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
 
-from harness import Record, alternate, main, paired_ratio, say
+from harness import Record, alternate, main, paired_ratio, say, summarize
 
 from kvstore.planning import BlockSampler, CacheSetup, RequestBatch, make_plan, read_trace
 from kvstore.planning.lru_curve import LruCurve
@@ -84,7 +83,7 @@ def bench_read(num_blocks: int, runs: int) -> Record:
             return time.perf_counter() - started
 
         samples = alternate({"read": read}, runs)
-    return {"case": "read", "blocks": count, "blocks_per_s": rate(count, samples["read"])}
+    return {"case": "read", "blocks": count, **speed(count, samples["read"])}
 
 
 def bench_exact(num_blocks: int, runs: int) -> Record:
@@ -112,9 +111,8 @@ def bench_exact(num_blocks: int, runs: int) -> Record:
         "unique_blocks": curve.distances.num_blocks,
         "ratio": paired_ratio(samples["plain"], samples["exact"]),
         **GOAL,
-        "blocks_per_s": rate(count, samples["exact"]),
-        "plain_blocks_per_s": rate(count, samples["plain"]),
-        "runs": runs,
+        **speed(count, samples["exact"]),
+        **{f"plain_{name}": value for name, value in speed(count, samples["plain"]).items()},
     }
 
 
@@ -128,7 +126,7 @@ def bench_simulated(num_blocks: int, runs: int) -> Record:
         return time.perf_counter() - started
 
     samples = alternate({"simulate": simulate}, runs)
-    return {"case": "simulated", "blocks": count, "blocks_per_s": rate(count, samples["simulate"])}
+    return {"case": "simulated", "blocks": count, **speed(count, samples["simulate"])}
 
 
 def bench_sampled(num_blocks: int, most_blocks: int) -> Record:
@@ -172,8 +170,9 @@ def peak_bytes() -> int:
     return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 
 
-def rate(num_blocks: int, seconds: list[float]) -> float:
-    return num_blocks / statistics.median(seconds)
+def speed(num_blocks: int, seconds: list[float]) -> Record:
+    found = summarize(seconds)
+    return {"blocks_per_s": num_blocks / found["median"], "seconds": found}
 
 
 def measure(arguments: Namespace) -> list[Record]:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from harness import Record, misses_goal, read_results, text
 
-_NOT_SHOWN = {"schema", "benchmark", "machine", "goal_is"}
+_NOT_SHOWN = {"schema", "benchmark", "machine", "goal_is", "command"}
+_OF_RATIO = {"ratio", "over", "goal", "goal_is"}
 
 
 def page(records: Sequence[Record], folder: Path) -> str:
@@ -28,16 +29,26 @@ def page(records: Sequence[Record], folder: Path) -> str:
         parts += ["![Every ratio over its goal](goals.svg)", ""]
     for name in dict.fromkeys(record["benchmark"] for record in records):
         mine = [record for record in records if record["benchmark"] == name]
-        parts += [f"## {name}", "", _command(name), ""]
+        parts += [f"## {name}", "", *_commands(name, mine), ""]
         if name == "offload":
             pictures.draw_offload(mine, folder / "offload.svg")
             parts += ["![Time to first token and hits over the working set](offload.svg)", ""]
-        parts += [*_table(mine), "", *_machines(mine), ""]
+        parts += [*_tables(mine), *_machines(mine), ""]
     return "\n".join(parts)
 
 
-def _command(name: str) -> str:
-    return f"`kvstore bench {name} --json`"
+def _commands(name: str, records: Sequence[Record]) -> list[str]:
+    """As they were given; results of before that was recorded name only the benchmark."""
+    given = dict.fromkeys(record.get("command", f"kvstore bench {name}") for record in records)
+    return ["; ".join(f"`{command}`" for command in given)]
+
+
+def _tables(records: Sequence[Record]) -> list[str]:
+    """A table for each set of columns: one for all would be mostly empty cells."""
+    alike: dict[frozenset[str], list[Record]] = {}
+    for record in records:
+        alike.setdefault(frozenset(set(record) - _OF_RATIO), []).append(record)
+    return [line for group in alike.values() for line in (*_table(group), "")]
 
 
 def _table(records: Sequence[Record]) -> list[str]:
@@ -47,7 +58,8 @@ def _table(records: Sequence[Record]) -> list[str]:
     shared = [
         name
         for name in names
-        if name != "goal" and all(r.get(name) == records[0].get(name) for r in records)
+        if name not in ("case", "goal")
+        and all(record.get(name) == records[0].get(name) for record in records)
     ]
     if len(records) == 1:
         shared = []

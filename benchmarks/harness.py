@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -33,7 +34,10 @@ def main(doc: str | None, measure: Measure, options: Mapping[str, Any]) -> None:
     """What a benchmark does when it is run by itself: options in, records out."""
     arguments = parse_arguments(doc or "", options)
     name = Path(sys.argv[0]).stem.removeprefix("bench_").replace("_", "-")
-    report(name, measure(arguments), arguments.json)
+    where = machine()  # its load before ours
+    command = shlex.join(["kvstore", "bench", name, *(a for a in sys.argv[1:] if a != "--json")])
+    records = [record | {"command": command} for record in measure(arguments)]
+    report(name, records, where, arguments.json)
 
 
 def parse_arguments(description: str, options: Mapping[str, Any]) -> argparse.Namespace:
@@ -105,12 +109,11 @@ def machine() -> Record:
     }
 
 
-def report(name: str, records: Sequence[Mapping[str, Any]], as_json: bool) -> None:
+def report(name: str, records: Sequence[Mapping[str, Any]], where: Record, as_json: bool) -> None:
     """Print records as JSON lines, or as text for people.
 
     What a record read from disk was in the page cache unless it says otherwise.
     """
-    where = machine()
     if as_json:
         for record in records:
             line = {"schema": SCHEMA, "benchmark": name, "page_cache": "warm", **record}
@@ -118,7 +121,8 @@ def report(name: str, records: Sequence[Mapping[str, Any]], as_json: bool) -> No
         return
     print(f"{name} on {where['cpu']}, {where['cores']} cores, load {where['load']:.1f}")
     for record in records:
-        print("  " + "  ".join(f"{key} {text(value)}" for key, value in record.items()))
+        shown = {key: value for key, value in record.items() if key != "command"}
+        print("  " + "  ".join(f"{key} {text(value)}" for key, value in shown.items()))
 
 
 def problems(line: Mapping[str, Any]) -> list[str]:
@@ -180,15 +184,15 @@ def say(message: str) -> None:
 class Progress:
     """Tells on stderr what part of a long run is done, and about how long the rest will take."""
 
-    def __init__(self, total: float) -> None:
+    def __init__(self, total: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._total, self._done = total, 0.0
-        self._started = time.monotonic()
+        self._clock, self._started = clock, clock()
 
     def add(self, amount: float, what: str) -> None:
         """``what`` is done, ``amount`` of the total."""
         self._done += amount
         share = self._done / self._total
-        left_s = (time.monotonic() - self._started) * (1 - share) / share
+        left_s = (self._clock() - self._started) * (1 - share) / share
         say(f"{share:4.0%}  about {left_s / 60:.1f} min left  {what}")
 
 

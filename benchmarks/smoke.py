@@ -3,16 +3,22 @@
     make bench-smoke
 
 A ratio of contenders that took turns is held against a bound of its toy size, with slack: a time
-says little on a shared machine, and a ratio that a loaded one makes 1.5 times worse is no fault.
+says little on a shared machine. A ratio that a loaded one makes 1.5 times worse is no fault, nor
+one that is worse once and not a second time. The model is the lower part of the demo model.
+
 Exits with 1 and the ratios that are worse. A benchmark that is not listed fails the run as well.
 """
 
 import argparse
 import functools
 import importlib
+import json
+import os
+import shutil
 import sys
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +26,7 @@ from typing import Any
 from harness import Record, misses_goal, say
 
 SLACK = 1.5
+LAYERS = 6  # of the demo model's 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,80 +60,118 @@ TOYS = {
         {"put": ("at least", 0.7), "get": ("at least", 0.5)},
     ),
     "ttft": Toy(
-        {"runs": 1, "restarts": 1, "words": 240},
+        {"runs": 2, "restarts": 1, "words": 240},
         {
-            "device": ("at most", 0.3),
-            "host": ("at most", 0.3),
-            "disk": ("at most", 0.3),
-            "restart": ("at most", 0.3),
+            "device": ("at most", 0.4),
+            "host": ("at most", 0.4),
+            "disk": ("at most", 0.4),
+            "restart": ("at most", 0.5),
             "cold": ("at most", 1.2),
         },
     ),
+    "restart": Toy(
+        {"runs": 1, "document_tokens": 400, "ends": "killed"}, {"killed": ("at most", 0.5)}
+    ),
     "overhead": Toy(
-        {"runs": 2, "prompt_tokens": 200, "output_tokens": 4}, {"total time": ("at most", 1.08)}
+        {"runs": 6, "prompt_tokens": 200, "output_tokens": 4}, {"total time": ("at most", 1.15)}
     ),
     "offload": Toy(
-        {
-            "document_tokens": 200,
-            "multiples": "0.5",
-            "popularity": "zipf",
-            "tiers": "disk",
-            "least_questions": 4,
-        },
-        {"disk zipf 0.5": ("at most", 0.6)},
+        {"document_tokens": 300, "multiples": "0.5,2", "popularity": "zipf"}
+        | {"tiers": "disk", "questions": 17},
+        {"disk zipf 0.5": ("at most", 0.5)},
     ),
     "long-doc-qa": Toy(
-        {"num_documents": 2, "document_length": 200, "output_len": 2},
-        {"query round": ("at most", 0.5)},
+        {"num_documents": 2, "document_length": 300, "output_len": 2},
+        {"query round": ("at most", 0.6)},
     ),
     "kernels": Toy(
-        {"runs": 3, "dtype": "float32"},
-        {"prefill 952 on 2048": ("at most", 1.5), "decode at 3000": ("at most", 1.7)},
+        {"runs": 3}, {"prefill 952 on 2048": ("at most", 1.0), "decode at 3000": ("at most", 0.8)}
     ),
     "engine": Toy(
-        {"runs": 1, "qa_runs": 1, "documents": 1, "document_tokens": 200, "new_tokens": 2}
+        {"runs": 1, "qa_runs": 1, "documents": 1, "document_tokens": 300, "new_tokens": 2}
         | {"decode_tokens": 4, "systems": "ours,transformers"},
         {
             "qa, ours of transformers": ("at most", 0.6),
-            "overhead, batch 1": ("at most", 0.1),
+            "overhead, batch 1": ("at most", 0.3),
         },
     ),
-    "determinism": Toy({"runs": 1, "words": 200, "new_tokens": 3}, {"decode": ("at most", 1.5)}),
+    "peers": Toy(
+        {"documents": 2, "document_tokens": 300, "new_tokens": 2, "restarts": 0}
+        | {"systems": "ours,transformers"},
+        {"second": ("at most", 0.5)},
+    ),
+    "determinism": Toy(
+        {"runs": 2, "words": 240, "new_tokens": 4, "together": 3}, {"decode": ("at most", 1.5)}
+    ),
     "load-or-compute": Toy(
-        {"runs": 1, "tokens": "192", "mb_per_s": "256"}, {"auto": ("at most", 1.3)}
+        {"runs": 3, "tokens": "256", "mb_per_s": "256"}, {"auto": ("at most", 1.3)}
     ),
     "codec": Toy({"runs": 1, "words": 100}, {"restart ttft": ("at most", 3.0)}),
     "few-shot": Toy(
-        {"runs": 1, "example_tokens": 200, "questions": 4, "output_tokens": 2},
+        {"runs": 2, "example_tokens": 200, "questions": 4, "output_tokens": 2},
         {"4 questions": ("at most", 0.6)},
     ),
     "self-consistency": Toy(
-        {"runs": 1, "prompt_tokens": 100, "samples": 4, "output_tokens": 2},
+        {"runs": 2, "prompt_tokens": 200, "samples": 4, "output_tokens": 2},
         {"4 samples": ("at most", 0.6)},
     ),
     "multi-turn": Toy(
-        {"runs": 1, "turns": 3, "turn_tokens": 80, "output_tokens": 2},
+        {"runs": 2, "turns": 3, "turn_tokens": 100, "output_tokens": 2},
         {"3 turns": ("at most", 0.8)},
     ),
     "tree-of-thought": Toy(
-        {"runs": 1, "root_tokens": 100, "breadth": 3, "depth": 1, "thought_tokens": 2},
+        {"runs": 2, "root_tokens": 200, "breadth": 3, "depth": 1, "thought_tokens": 2},
         {"breadth 3, depth 1": ("at most", 0.8)},
     ),
 }
 # Not run here, and why.
 LEFT_OUT = {
-    "peers": "starts the processes that the toy run of engine starts, and more",
     "report": "makes a page of results",
-    "restart": "most of it is starting processes; ttft restarts one, too",
 }
 
 
-def run(name: str, toy: Toy) -> list[Record]:
-    """The records of one toy run that have a bound, with it as their goal."""
+def toy_model(directory: Path) -> str:
+    """The demo model's first layers and its tokenizer, as a directory of its own.
+
+    Not a random model: its answers should have a best token. Reading and recognising a document
+    keep their proportion, for a layer of it takes what a layer of the whole model takes.
+    """
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    from engine.model.source import resolve_model
+
+    path = resolve_model("demo").path
+    shutil.copytree(path, directory, ignore=lambda *_: ["model.safetensors"], dirs_exist_ok=True)
+    config = json.loads((path / "config.json").read_text())
+    config["num_hidden_layers"] = LAYERS
+    (directory / "config.json").write_text(json.dumps(config))
+    with safe_open(path / "model.safetensors", "pt") as whole:
+        kept = {
+            name: whole.get_tensor(name)
+            for name in whole.keys()  # noqa: SIM118
+            if ".layers." not in name or int(name.split(".layers.")[1].split(".")[0]) < LAYERS
+        }
+        save_file(kept, directory / "model.safetensors", whole.metadata())
+    return str(directory)
+
+
+def share_weights() -> None:
+    """Between the engines of this process: most of a toy run would be loading them."""
+    import engine.llm
+
+    engine.llm.load_model = functools.cache(engine.llm.load_model)
+
+
+def run(name: str, toy: Toy, model: str) -> list[Record]:
+    """The records of one toy run on ``model`` that have a bound, with it as their goal."""
     module = importlib.import_module(f"bench_{name.replace('-', '_')}")
     unknown = set(toy.options) - set(module.OPTIONS)
     assert not unknown, f"{name} has no options {unknown}"
-    records = module.measure(argparse.Namespace(**{**module.OPTIONS, **toy.options}))
+    options = {**module.OPTIONS, **toy.options}
+    if isinstance(options.get("model"), str):
+        options["model"] = model
+    records = module.measure(argparse.Namespace(**options))
     bounded = [
         {**record, "benchmark": name, "goal_is": toy.bounds[record["case"]][0]}
         | {"goal": toy.bounds[record["case"]][1]}
@@ -146,15 +191,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(TOYS)}")
     wanted = parser.parse_args().names or list(TOYS)
-    # Engines of one process share the weights: most of a toy run would be loading them.
-    import engine.llm
+    began = time.monotonic()
+    share_weights()
+    with tempfile.TemporaryDirectory() as folder:
+        worse = run_all(wanted, toy_model(Path(folder)))
+    say(f"{time.monotonic() - began:.0f} s in all, {sum(os.times()[:4]):.0f} s of processors")
+    if worse:
+        sys.exit(f"bench-smoke: worse than the bound: {', '.join(worse)}")
 
-    engine.llm.load_model = functools.cache(engine.llm.load_model)
-    began, worse = time.monotonic(), []
-    for name in wanted:
-        started = time.monotonic()
-        records = run(name, TOYS[name])
-        say(f"{name}: {time.monotonic() - started:.1f} s")
+
+def run_all(names: Sequence[str], model: str) -> list[str]:
+    """What was worse than its bound."""
+    worse = []
+    for name in names:
+        started, spent = time.monotonic(), sum(os.times()[:4])
+        records = run(name, TOYS[name], model)
+        if any(misses_goal(record, SLACK) for record in records):
+            say(f"{name}: worse than its bound, once more")
+            records = run(name, TOYS[name], model)
+        took = time.monotonic() - started, sum(os.times()[:4]) - spent
+        say("{}: {:.1f} s, {:.1f} s of processors".format(name, *took))
         for record in records:
             is_worse = misses_goal(record, SLACK)
             verdict = "WORSE" if is_worse else "fine"
@@ -163,9 +219,7 @@ def main() -> None:
             print(f"{verdict:6}{case:32}{record['ratio']:9.3f}  {bound}", flush=True)
             if is_worse:
                 worse.append(case)
-    say(f"{time.monotonic() - began:.0f} s in all")
-    if worse:
-        sys.exit(f"bench-smoke: worse than the bound: {', '.join(worse)}")
+    return worse
 
 
 if __name__ == "__main__":

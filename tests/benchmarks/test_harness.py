@@ -12,7 +12,7 @@ def line(**changes):
 
 def test_what_a_benchmark_prints_keeps_the_schema(capsys):
     record = {"case": "c", "ratio": 0.5, "goal": 0.6, "goal_is": "at most"}
-    harness.report("b", [record], as_json=True)
+    harness.report("b", [record], harness.machine(), as_json=True)
     printed = json.loads(capsys.readouterr().out)
     assert harness.problems(printed) == []
     assert printed["ratio"] == 0.5
@@ -75,3 +75,13 @@ def test_results_that_are_kept_keep_the_schema():
     files = sorted(folder.glob("*.jsonl"))
     assert files
     assert harness.read_results(files)
+
+
+def test_progress_says_how_much_is_done_and_how_long_the_rest_takes(capsys):
+    progress = harness.Progress(4, iter([100.0, 130.0, 220.0]).__next__)
+    progress.add(1, "first")
+    progress.add(3, "second")
+    assert capsys.readouterr().err.splitlines() == [
+        " 25%  about 1.5 min left  first",
+        "100%  about 0.0 min left  second",
+    ]

@@ -27,6 +27,8 @@ def offload(tier, multiple):
         hit_share={"device": 0.25, "disk": 0.25, "computed": 0.5},
         ttft_s=SECONDS,
         recompute_ttft_s=SECONDS,
+        tokens_per_s=900.0,
+        recompute_tokens_per_s=300.0,
     )
 
 
@@ -43,7 +45,7 @@ def page(tmp_path):
 def test_a_page_has_a_table_for_each_benchmark_with_its_command(page):
     text, _ = page
     assert "## ttft" in text
-    assert "`kvstore bench ttft --json`" in text
+    assert "`kvstore bench ttft`" in text
     assert "In all rows: page_cache warm, ttft_s 0.5 · 0.6 · 0.7 · 0.8" in text
     assert "| device | 0.1 | at most 0.125 |" in text
 

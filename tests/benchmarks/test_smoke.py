@@ -24,8 +24,18 @@ def test_a_ratio_beyond_its_bound_with_slack_ends_with_1(monkeypatch, capsys):
         {"case": "good", "ratio": 1.4, "goal": 1.0, "goal_is": "at most"},
         {"case": "bad", "ratio": 1.6, "goal": 1.0, "goal_is": "at most"},
     ]
-    monkeypatch.setattr(smoke, "run", lambda name, toy: records)
+    monkeypatch.setattr(smoke, "run", lambda *_: records)
+    monkeypatch.setattr(smoke, "toy_model", str)
+    monkeypatch.setattr(smoke, "share_weights", lambda: None)
     monkeypatch.setattr("sys.argv", ["smoke.py", "store"])
     with pytest.raises(SystemExit, match=r"worse than the bound: store bad$"):
         smoke.main()
     assert capsys.readouterr().out.count("fine") == 1
+
+
+def test_a_ratio_that_is_worse_only_once_is_fine(monkeypatch, capsys):
+    ratios = iter([1.6, 1.4])
+    record = {"case": "a", "goal": 1.0, "goal_is": "at most"}
+    monkeypatch.setattr(smoke, "run", lambda *_: [record | {"ratio": next(ratios)}])
+    assert smoke.run_all(["store"], "model") == []
+    assert "1.400" in capsys.readouterr().out
