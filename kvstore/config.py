@@ -38,6 +38,16 @@ def parse_size(value: int | str, name: str = "size") -> int:
     return math.floor(num_bytes)
 
 
+def expand_home(path: str | os.PathLike[str]) -> Path:
+    """The path, ``~`` resolved. Raises ``ConfigError`` for a home directory that is not known."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ConfigError(
+            f"{os.fspath(path)}: there is no such home directory; write the path out, or ./~name"
+        ) from None
+
+
 def cache_home() -> Path:
     """Where models and default caches live: ``KVSTORE_HOME``, else the user's cache directory."""
     import platformdirs  # here, for the disk tier alone does without it

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from kvstore.config import expand_home
 from kvstore.errors import ConfigError
 from tools.command import JSON_OPTION, Command
 from tools.json_text import json_text
@@ -104,7 +105,7 @@ def _count(found: dict[str, Any]) -> str:
 
 
 def _warn_of_damaged_files(directory: Path) -> None:
-    for path in sorted(directory.expanduser().glob("data.mdb.damaged-*")):
+    for path in sorted(expand_home(directory).glob("data.mdb.damaged-*")):
         say(f"{path} was set aside earlier and may hold the same documents; delete it, too")
 
 

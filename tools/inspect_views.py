@@ -5,11 +5,11 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import click
 
+from kvstore.config import expand_home
 from tools.json_text import json_text
 from tools.sizes import format_age, format_age_until, format_bytes, format_count
 from tools.text import Reader, escape, shorten
@@ -87,7 +87,7 @@ def _show(
     from kvstore.disk.selection import matching_namespaces
     from kvstore.disk.slices import reading
 
-    path = str(Path(directory).expanduser().absolute())
+    path = str(expand_home(directory).absolute())
     with reading(directory) as env:
         if env is None:
             rows: Iterable[dict[str, Any]] = ()

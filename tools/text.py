@@ -2,9 +2,9 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from kvstore.config import expand_home
 from kvstore.errors import ConfigError
 
 
@@ -71,5 +71,5 @@ class Reader:
         if name not in self._loaded:
             from engine.text.tokenizer_file import read_tokenizer
 
-            self._loaded[name] = read_tokenizer(Path(name).expanduser())
+            self._loaded[name] = read_tokenizer(expand_home(name))
         return self._loaded[name]

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from kvstore.config import expand_home
 from kvstore.errors import ConfigError
 from tools.command import JSON_OPTION, Command
 from tools.json_text import json_text
@@ -38,7 +39,7 @@ def _why(
         explanations = _explanations(Browser(env), model, text, only, cache_salt)
         read_as, _, found = max(explanations, key=_closeness)
     if as_json:
-        shown = {"path": str(Path(directory).expanduser().absolute()), "read_as": read_as}
+        shown = {"path": str(expand_home(directory).absolute()), "read_as": read_as}
         click.echo(json_text(shown | found.as_dict()))
     else:
         click.echo(_describe(read_as, found))

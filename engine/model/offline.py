@@ -15,6 +15,7 @@ from engine.model.identity import expected_rope, model_identity, read_checkpoint
 from engine.model.source import ModelSource, resolve_model
 from engine.text.tokenizer_file import read_tokenizer
 from kvstore.block import ITEMSIZE
+from kvstore.config import expand_home
 from kvstore.errors import ConfigError
 from kvstore.hashing import namespace_id
 
@@ -77,7 +78,7 @@ class OfflineModel:
         """
         stored = description.get("tokenizer")
         if self._tokenizer is not None:
-            return read_tokenizer(Path(self._tokenizer).expanduser())
+            return read_tokenizer(expand_home(self._tokenizer))
         if isinstance(stored, str) and Path(stored).is_file():
             return read_tokenizer(Path(stored))
         if self.source.gguf_file is None:

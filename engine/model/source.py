@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from kvstore.config import cache_home
+from kvstore.config import cache_home, expand_home
 from kvstore.errors import ConfigError
 
 DEMO = "demo"
@@ -65,7 +65,7 @@ def resolve_model(name: str, *, revision: str | None = None, may_fetch: bool = T
     is not on this machine is an error. Raises ``ConfigError`` for what is not
     there, cannot be fetched, or is not a model.
     """
-    path = Path(name).expanduser()
+    path = expand_home(name)
     is_hub_id = name != DEMO and not path.exists() and _looks_like_hub_id(name)
     if revision is not None and not is_hub_id:
         raise ConfigError(f"revision: only a hub id has revisions, and model {name!r} is none")

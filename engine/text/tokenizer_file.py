@@ -49,8 +49,12 @@ def read_tokenizer(path: Path) -> Any:
     """
     from tokenizers import Tokenizer
 
-    file = path / TOKENIZER_FILE if path.is_dir() else path
-    if not file.is_file():
+    try:
+        file = path / TOKENIZER_FILE if path.is_dir() else path
+        is_there = file.is_file()
+    except OSError as error:  # of somebody else, say
+        raise ConfigError(f"tokenizer {path}: cannot be read: {error.strerror}") from error
+    if not is_there:
         raise ConfigError(f"tokenizer {path}: there is no {TOKENIZER_FILE}; pass another path")
     try:
         return Tokenizer.from_file(str(file))

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from kvstore.config import expand_home
 from kvstore.disk import pins, places, schema
 from kvstore.disk.carry import export_documents, import_documents
 from kvstore.disk.compact import compact, require_alone
@@ -48,7 +49,7 @@ def summarize(path: str | Path) -> dict[str, Any]:
     is no such directory or it is something else, ``TierBrokenError`` when it cannot be read.
     """
     with reading(path) as env:
-        directory = Path(path).expanduser().absolute()
+        directory = expand_home(path).absolute()
         found: dict[str, Any] = {
             "path": str(directory),
             "schema_version": None,

@@ -98,4 +98,5 @@ def explain(directory: Path, pid: int, error: Exception) -> TierBrokenError:
             "another pid (docker --pid=host), or give it its own directory",
             tier="disk",
         )
-    return TierBrokenError(f"{directory} cannot be opened: {error}", tier="disk")
+    reason = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+    return TierBrokenError(f"{directory} cannot be opened: {reason}", tier="disk")

@@ -4,6 +4,7 @@ import os
 import stat
 from pathlib import Path
 
+from kvstore.config import expand_home
 from kvstore.disk.attach import ATTACH_FILE
 from kvstore.disk.startup import is_ours
 from kvstore.disk.structure import ASIDE_MARK, DATA_FILE, LOCK_FILE
@@ -34,7 +35,7 @@ def check_place(path: Path, *, is_read_only: bool) -> None:
     """Whether a cache is or can be at ``path``, as far as can be said without creating anything.
 
     Raises ``ConfigError`` with the remedy."""
-    path = path.expanduser().absolute()
+    path = expand_home(path).absolute()
     if path.exists():
         check_directory(path, is_read_only=is_read_only)
     elif is_read_only:
@@ -53,7 +54,7 @@ def prepare_directory(path: Path, *, is_read_only: bool) -> Path:
 
     Raises ``ConfigError`` with the remedy. Read-only: nothing is created, and the owner may differ.
     """
-    path = path.expanduser().absolute()
+    path = expand_home(path).absolute()
     check_place(path, is_read_only=is_read_only)
     if not path.exists():
         try:

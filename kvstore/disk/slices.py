@@ -12,6 +12,7 @@ from typing import Any
 
 import lmdb
 
+from kvstore.config import expand_home
 from kvstore.disk import places, registry
 from kvstore.disk.environment import Environment, State
 from kvstore.disk.structure import DATA_FILE, Soundness, check_light
@@ -64,7 +65,7 @@ def wait_until_open(env: Environment) -> None:
 
 def existing(path: str | Path, *, is_read_only: bool = True) -> Path:
     """The directory of a cache, absolute. Raises ``ConfigError``."""
-    directory = Path(path).expanduser().absolute()
+    directory = expand_home(path).absolute()
     if not directory.exists():
         raise ConfigError(f"{path}: there is no such directory; check the path")
     places.check_directory(directory, is_read_only=is_read_only)

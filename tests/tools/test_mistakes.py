@@ -250,6 +250,9 @@ def test_a_volume_that_is_full(cache, blocks, tmp_path, name):
         (["why", "{tmp}/empty", "--prompt-file", "{tmp}/none"], "{tmp}/none"),
         (["import", "{tmp}/new", "{tmp}/none"], "No such file"),
         (["export", "{tmp}/none", "-"], "no such directory"),
+        (["inspect", "~nobody-here/cache"], "no such home directory"),
+        (["inspect", "{tmp}/empty", "--tree", "--tokenizer", "~nobody-here/t"], "home directory"),
+        (["ask", "{tmp}/text", "-q", "?", "--model", "~nobody-here/m"], "home directory"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
