@@ -48,6 +48,20 @@ def test_the_least_recently_used_prompt_is_the_victim(make_engine):
     assert engine.store.index.find(engine.look_up(B + END).ref(0)) == -1
 
 
+@pytest.mark.parametrize(("waits_s", "survives"), [(0.0, True), (10.0, False)])
+def test_a_prompt_of_higher_priority_stays_until_its_time_is_over(make_engine, waits_s, survives):
+    clock = FakeClock()
+    engine = make_engine(4, clock=clock)
+    lease = engine.start(A + END)
+    engine.compute(lease, A + END)
+    engine.store.prefer(lease, 1, 10.0)
+    engine.store.release(lease)
+    clock.advance(waits_s)
+    for prompt in (B, C, [7] * 4):
+        engine.run(prompt + [8] * 4 + END)
+    assert sources(engine.look_up(A + END)) == (["device"] if survives else [])
+
+
 def test_a_held_block_is_never_a_victim(make_engine):
     engine = make_engine(4)
     held = engine.start(A + B + END)
