@@ -88,7 +88,7 @@ class Reporter:
 
     def _disk_stats(self) -> TierStats:
         backing, events, finder = self._backing, self._memory.events, self._finder
-        disk = backing.tier.stats() if backing.tier else None
+        disk = backing.tier.stats() if backing.tier is not None else None
         return TierStats(
             state=disk.state if disk else "off",
             reason=(disk.reason or "") if disk else backing.why_off or "disk_cache is not set",
