@@ -80,11 +80,12 @@ class Leasing:
         for slot in on_device:
             self._hold(slot)
             self._index.hits[slot] += 1
-            self._write_if_hit_enough(slot)
         fresh = iter(self._device.allocate(num_fresh))
         lease = Lease(lookup, [], [], num_cached, partial)
         self.leases.add(lease)
         self._promoter.fill(lease, slots, fresh)
+        if self._config.write_policy == "min_hits":
+            self._write_what_was_found(lease.slots)
         lease.block_ids += fresh
         if partial:
             self._promoter.copy_partial(lease)
@@ -209,12 +210,12 @@ class Leasing:
                 self._write_behind.add(slot)
         return True
 
-    def _write_if_hit_enough(self, slot: int) -> None:
-        is_due = (
-            self._index.hits[slot] >= self._config.min_hits and not self._index.is_written[slot]
-        )
-        if self._config.write_policy == "min_hits" and is_due:
-            self._write_behind.add(slot)
+    def _write_what_was_found(self, slots: Sequence[int]) -> None:
+        """Write policy min_hits: disk gets what so many requests have found, in whatever tier."""
+        index, least = self._index, self._config.min_hits
+        for slot in slots:
+            if index.hits[slot] >= least and not index.is_written[slot]:
+                self._write_behind.add(slot)
 
     def _check_promotion_share(self, num_fresh: int) -> None:
         """Waiting requests hold at most half of the device, or one of them holds what it needs."""

@@ -1,8 +1,12 @@
 """Which dirty blocks are written when, and in which order."""
 
+import contextlib
+
 import pytest
 
+from kvstore.block import TierName
 from kvstore.config import StoreConfig
+from kvstore.errors import OutOfBlocksError
 from kvstore.testing import FakeClock, FaultyDisk, MemoryDisk
 
 END = [0]
@@ -122,6 +126,43 @@ def test_min_hits_writes_what_was_found_so_often(make_engine, clock):
     engine.run(document(2, 2) + END)
     engine.store.flush(10.0)
     assert len(memory.blocks) == 2
+
+
+def test_min_hits_counts_what_was_found_on_host(make_engine, clock):
+    """Such a block used to wait for a request that found it on the device."""
+    memory = MemoryDisk()
+    config = StoreConfig(write_policy="min_hits", min_hits=2)
+    engine = make_engine(4, host_blocks=12, disk=memory, config=config, clock=clock)
+    key = engine.run(document(1, 1) + END).keys[0]
+    for number in (2, 3):
+        engine.run(document(number, 3) + END)  # takes the whole device
+        assert key not in memory.blocks
+        assert engine.run(document(1, 1) + END).sources == [TierName.HOST]
+        engine.store.flush(10.0)
+    assert key in memory.blocks
+
+
+def test_a_dirty_block_leaves_host_only_when_disk_has_it(make_engine, clock):
+    memory = MemoryDisk()
+    config = StoreConfig(write_policy="write_back")
+    engine = make_engine(4, host_blocks=1, disk=memory, config=config, clock=clock)
+
+    def take_the_whole_device(number):
+        tokens, lease = document(number, 3) + END, None
+        lookup = engine.look_up(tokens)
+        while lease is None:
+            with contextlib.suppress(OutOfBlocksError):
+                lease = engine.store.reserve(lookup, len(tokens))
+            settle(engine)
+        engine.compute(lease, tokens)
+        engine.store.release(lease)
+
+    key = engine.run(document(1, 1) + END).keys[0]
+    take_the_whole_device(2)
+    assert memory.blocks == {}
+    assert engine.look_up(document(1, 1) + END).sources == [TierName.HOST]
+    take_the_whole_device(3)  # whose victims want the room on host
+    assert key in memory.blocks
 
 
 def test_disk_is_told_of_a_use_once_in_a_touch_interval_leaf_first(make_engine, clock):
