@@ -470,13 +470,15 @@ def test_who_gives_up_gets_what_has_arrived_and_others_the_rest_later(make_engin
     engine.store.release(impatient)
     instead = engine.store.reserve(lookups[0], 13)
     assert (instead.is_ready, instead.num_cached) == (True, 1)
+    engine.compute(instead, A + B + C + END)
+    assert len(instead.slots) == 1  # a block that is on its way is not merged with
+    assert engine.store.check() == []
     disk.is_held = False
     engine.store.run_until_idle(10.0)
     assert (patient.is_ready, patient.num_cached) == (True, 3)
     assert disk.inner.num_reads - num_reads == 2
-    engine.check_cached(patient, A + B + C + END)
-    engine.compute(instead, A + B + C + END)
     for lease in (instead, patient):
+        engine.check_content(lease, A + B + C)
         engine.store.release(lease)
 
 
