@@ -1,5 +1,6 @@
 """A document on an event loop."""
 
+import contextlib
 from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -9,6 +10,7 @@ from engine.document import Document
 from engine.outputs import RequestOutput
 from engine.sampling.sampling_params import SamplingParams
 from engine.scheduling.request import Request
+from kvstore.errors import StoreClosedError
 from kvstore.lease import Pin
 
 if TYPE_CHECKING:
@@ -24,8 +26,9 @@ class AsyncPin:
         self._pin = pin
 
     async def release(self) -> None:
-        """End the hold; calling it again does nothing."""
-        await self._llm._in_thread(self._pin.release)
+        """End the hold; calling it again, or when the engine is closed, does nothing."""
+        with contextlib.suppress(StoreClosedError):
+            await self._llm._in_thread(self._pin.release)
 
     async def __aenter__(self) -> "AsyncPin":
         return self

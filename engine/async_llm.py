@@ -346,6 +346,7 @@ class AsyncLLM:
     ) -> T:
         """Run what blocks, elsewhere. Cancelled, it goes on; ``undo`` is called with what comes of
         it, which nobody has then."""
+        self._llm._core.check_running()  # else what runs the function may be gone
         work = self._waiting.submit(function)
         try:
             return await asyncio.shield(asyncio.wrap_future(work))

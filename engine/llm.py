@@ -191,7 +191,8 @@ class LLM:
         cache_salt: str | None = None,
         lora_request: None = None,
     ) -> list[RequestOutput] | OutputStream:
-        """Answer one conversation, or several, given as messages with role and content."""
+        """Answer one conversation, or several, given as messages with role and content; with
+        ``stream`` as ``generate`` does."""
         refuse_adapter(lora_request)
         is_one = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if is_one else messages

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from engine import AsyncLLM, SamplingParams
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, StoreClosedError
 
 SHORT = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
@@ -184,7 +184,7 @@ def test_what_is_wrong_is_raised_where_it_is_awaited(llm):
     assert in_use(llm) == 0
 
 
-def test_questions_beyond_what_may_wait_are_held_back_and_not_refused(text_model):
+def test_questions_are_held_back_and_not_refused_and_a_closed_engine_says_so(text_model):
     async def main():
         settings = {"dtype": "float32", "device_cache": "8MiB", "max_num_waiting": 1}
         async with await AsyncLLM.create(text_model, **settings) as llm:
@@ -192,5 +192,10 @@ def test_questions_beyond_what_may_wait_are_held_back_and_not_refused(text_model
             outputs = await document.ask(["Why?"] * 5, SHORT)
             assert [output.finished for output in outputs] == [True] * 5
             assert (await llm.queue_stats()).refused_requests == 0
+            pin = await document.pin()
+        await pin.release()
+        for work in (document.residency, document.unpin, document.prefill):
+            with pytest.raises(StoreClosedError):
+                await work()
 
     asyncio.run(main())
