@@ -199,7 +199,7 @@ def test_an_engine_that_nobody_closed_writes_its_blocks_at_exit(make_llm, tiny_m
 def test_a_killed_process_loses_only_what_is_younger_than_the_dirty_age(
     make_llm, tiny_model, tiny_prompts, tmp_path
 ):
-    """kill -9 five seconds after an answer; nothing was flushed or closed."""
+    """kill -9 once age has had the answer written; nothing was flushed or closed."""
     arguments = [tiny_model, json.dumps(tiny_prompts[0]), str(tmp_path / "cache"), "wait"]
     with subprocess.Popen(
         [sys.executable, "-c", CHILD, *arguments], stdout=subprocess.PIPE, text=True
@@ -543,7 +543,7 @@ llm = LLM(model, dtype="float32", disk_cache=directory, skip_tokenizer_init=True
           device_cache="16MiB", load_policy="always")
 (output,) = llm.generate([json.loads(prompt)], SamplingParams(temperature=0.0, max_tokens=16))
 if wait:
-    time.sleep(5)
+    assert llm._core.wait_for(lambda: llm._core.store.is_clean, 60)  # by age: nobody flushes
     print("answered and waited", flush=True)
     time.sleep(60)
 print(json.dumps({"tokens": output.outputs[0].token_ids} | output.metrics.cached_tokens))
