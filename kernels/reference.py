@@ -161,7 +161,7 @@ class _Attention:
         zeroed = group.hidden_rows
         v = _gather_heads("v", self.v_pool, group.blocks, num_seqs, group.length, zeroed)
         q = self._scaled(self._queries(group), k.dtype)
-        scores = self._scores(q.view(num_seqs * num_kv_heads, heads_per_kv, head_dim), k)
+        scores = self._scores(q.reshape(num_seqs * num_kv_heads, heads_per_kv, head_dim), k)
         if group.hidden is not None:
             hidden = group.hidden[:, None]
             scores.view(num_seqs, -1, group.length).masked_fill_(hidden, -torch.inf)
@@ -188,7 +188,7 @@ class _Attention:
         k = _gather_blocks("k blocks", self.k_pool, group.blocks, 1)[:, : group.length]
         v = _gather_blocks("v blocks", self.v_pool, group.blocks, 1)[:, : group.length]
         return torch.nn.functional.scaled_dot_product_attention(
-            self._queries(group).view(1, num_kv_heads, heads_per_kv, head_dim),
+            self._queries(group).reshape(1, num_kv_heads, heads_per_kv, head_dim),
             k.transpose(1, 2),
             v.transpose(1, 2),
             scale=self.scale,
@@ -212,7 +212,7 @@ class _Attention:
         num_seqs, length = q.shape[0], len(shared.ids) * self.k_pool.shape[1]
         shape = (num_seqs, num_kv_heads, heads_per_kv)
         # [num_kv_heads, sequence × head of the KV head, …]: the rows of the shared products.
-        rows = q.view(*shape, head_dim).transpose(0, 1).reshape(num_kv_heads, -1, head_dim)
+        rows = q.reshape(*shape, head_dim).transpose(0, 1).reshape(num_kv_heads, -1, head_dim)
         keys = _gather_heads("shared", self.k_pool, shared, 1, length)
         far = self._scores(rows, keys, "shared scores")
         near = scores.view(*shape, -1).transpose(0, 1).reshape(num_kv_heads, rows.shape[1], -1)

@@ -1,5 +1,6 @@
 """The torch twins against a float64 attention that is written in the most literal way."""
 
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -72,6 +73,16 @@ def test_metadata_rewritten_in_place_is_planned_anew():
     first.block_tables.numpy()[:] = first.block_tables.flip(0).numpy()
     first.seq_lens.numpy()[:] = first.seq_lens.flip(0).numpy()
     assert_answers(first, decode(first))
+
+
+@pytest.mark.parametrize("lengths", [[40], [40, 70, 41], [300, 300]])
+def test_queries_may_lie_as_a_model_hands_them_over(lengths):
+    """[num_heads, num_tokens, head_dim], transposed; alone, padded, and behind shared blocks."""
+    case = make_case([(length, 1) for length in lengths])
+    count = min(lengths) // case.k_pool.shape[1]
+    case.block_tables[:, :count] = case.block_tables[0, :count]
+    case = replace(case, q=case.q.transpose(0, 1).contiguous().transpose(0, 1))
+    assert_answers(case, decode(case))
 
 
 def test_slots_rewritten_in_place_are_looked_at_anew():
