@@ -48,7 +48,7 @@ def draw(plan: Plan, hardware: HardwareProfile, path: Path, title: str) -> None:
         if (best := knee(points)) is not None:
             hits.plot(
                 best.capacity_blocks * block_gib, 100 * best.outcome.hit_ratio_tokens,
-                marker=marker, markersize=9, color="black",
+                marker=marker, markersize=9, color="black", zorder=3,
             )  # fmt: skip
     hits.axhline(100 * plan.unlimited.hit_ratio_tokens, color="0.5", linewidth=0.8)
     hits.annotate(
@@ -73,6 +73,7 @@ def draw(plan: Plan, hardware: HardwareProfile, path: Path, title: str) -> None:
 def _draw_times(plan: Plan, axes: "object", block_gib: float) -> None:
     """Quantiles of the first policy's curve."""
     from matplotlib.axes import Axes
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     assert isinstance(axes, Axes)
     policy, points = next(iter(plan.curves.items()))
@@ -85,5 +86,8 @@ def _draw_times(plan: Plan, axes: "object", block_gib: float) -> None:
             label=name.removesuffix("_s"),
         )  # fmt: skip
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(lambda seconds, _: f"{seconds:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_ylabel(f"time to first token (s), {policy}")
-    axes.legend(frameon=False, loc="upper right", ncols=3)
+    axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=3)
