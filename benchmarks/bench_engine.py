@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 
 from harness import Record, main, paired_ratio, say, summarize
-from peers.client import Peer, PeerError, installed
+from peers.client import Peer, start
 from workload import document
 
 OPTIONS = {
@@ -89,18 +89,10 @@ def measure(arguments: Namespace) -> list[Record]:
         "llama-cpp": limit | {"model": arguments.gguf},
     }
     with ExitStack() as stack:
-        peers: dict[str, Peer] = {}
-        for name in arguments.systems.split(","):
-            if name not in installed():
-                say(f"{name} is not installed (make peers): left out")
-                continue
-            options = {"model": path, "dtype": arguments.dtype} | more[name]
-            try:
-                peers[name] = stack.enter_context(Peer(name, **options))
-            except PeerError as error:
-                say(f"{name} left out: {error}")
-                continue
-            say(f"{name} loaded in {peers[name].load_s:.1f} s")
+        common = {"model": path, "dtype": arguments.dtype}
+        peers = start({name: common | more[name] for name in arguments.systems.split(",")})
+        for peer in peers.values():
+            stack.enter_context(peer)
         return [
             *decode(peers, work, arguments.runs, arguments.decode_tokens),
             *overhead(peers, work, arguments.runs, arguments.decode_tokens),

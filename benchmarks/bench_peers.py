@@ -19,7 +19,8 @@ from typing import Any
 
 import workload
 from harness import Record, main, paired_ratio, say, summarize
-from peers.client import SYSTEMS, Peer, PeerError, installed
+from peers.client import SYSTEMS, Peer, installed
+from peers.client import start as start_peers
 from peers.plain_gguf import write_plain_gguf
 
 OPTIONS = {
@@ -37,10 +38,10 @@ QUESTIONS = ("\n\nWhat is this text about?\n", "\n\nWho is mentioned first?\n")
 class Contender:
     """A system that can be started again, and what it was seen to do."""
 
-    def __init__(self, name: str, **settings: Any) -> None:
-        self.name = name
+    def __init__(self, peer: Peer, settings: dict[str, Any]) -> None:
+        self.name = peer.name
         self._settings = settings
-        self.peer = Peer(name, **settings)
+        self.peer = peer
         self.seconds: dict[str, list[float]] = {"first": [], "second": [], "restart": []}
         self.answers: list[list[int]] = []
         self.cached: dict[str, int | None] = {}
@@ -97,21 +98,17 @@ def start(arguments: Namespace, path: Path, folder: Path) -> list[Contender]:
         "vllm": limit,
         "llama-cpp": limit | {"model": folder / "model.gguf"},
     }
-    contenders = []
-    for name in arguments.systems.split(","):
-        if name not in installed():
-            say(f"{name} is not installed (make peers): left out")
-            continue
+    wanted = {
+        name: {"model": path, "dtype": arguments.dtype} | more[name]
+        for name in arguments.systems.split(",")
+    }
+    if "llama-cpp" in wanted and "llama-cpp" in installed():
         try:
-            if name == "llama-cpp":
-                write_plain_gguf(path, folder / "model.gguf")
-            options = {"model": path, "dtype": arguments.dtype} | more[name]
-            contenders.append(Contender(name, **options))
-        except (PeerError, ValueError) as error:
-            say(f"{name} left out: {error}")
-            continue
-        say(f"{name} was ready after {contenders[-1].peer.load_s:.1f} s")
-    return contenders
+            write_plain_gguf(path, folder / "model.gguf")
+        except ValueError as error:
+            say(f"llama-cpp left out: {error}")
+            del wanted["llama-cpp"]
+    return [Contender(peer, wanted[name]) for name, peer in start_peers(wanted).items()]
 
 
 def records(each: Contender, contenders: list[Contender]) -> list[Record]:

@@ -10,9 +10,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from harness import say
 
 _HERE = Path(__file__).parent
 _ROOT = _HERE.parents[1]
@@ -110,6 +113,27 @@ class Peer:
         status = self._process.wait()
         last = "\n".join(Path(self._talk.name).read_text().splitlines()[-15:])
         return PeerError(f"{self.name} ended with status {status}:\n{last}")
+
+
+def start(wanted: Mapping[str, Mapping[str, object]]) -> dict[str, Peer]:
+    """Those of the wanted systems that are installed and start, with their settings, all at once:
+    most of a start is importing. The others are left out with a word on stderr.
+
+    The caller closes them.
+    """
+    here = [name for name in wanted if name in installed()]
+    for name in wanted:
+        if name not in here:
+            say(f"{name} is not installed (make peers): left out")
+    peers = {}
+    with ThreadPoolExecutor(max(1, len(here))) as threads:
+        starting = {name: threads.submit(Peer, name, **wanted[name]) for name in here}
+        for name, peer in starting.items():
+            try:
+                peers[name] = peer.result()
+            except PeerError as error:
+                say(f"{name} left out: {error}")
+    return peers
 
 
 def _python(name: str) -> str | None:

@@ -60,3 +60,16 @@ def test_a_system_without_its_environment_is_not_installed(tmp_path, monkeypatch
     assert client.installed() == ["ours", "transformers"]
     with pytest.raises(PeerError, match="vllm is not installed: make peers"):
         Peer("vllm")
+
+
+def test_what_does_not_start_is_left_out_with_a_word(tmp_path, monkeypatch, capsys, echo):
+    monkeypatch.setenv("KVSTORE_PEERS", str(tmp_path))
+    ends = tmp_path / "ends.py"
+    ends.write_text("raise SystemExit('no such model')")
+    monkeypatch.setitem(client.SYSTEMS, "ends", (str(ends), None))
+    started = client.start({"ends": {}, "vllm": {}, "echo": {"max_model_len": 7}})
+    assert list(started) == ["echo"]
+    started["echo"].close()
+    said = capsys.readouterr().err
+    assert "vllm is not installed (make peers): left out" in said
+    assert "ends left out: ends ended with status 1:\nno such model" in said
