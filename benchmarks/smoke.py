@@ -75,7 +75,7 @@ TOYS = {
         {"runs": 6, "prompt_tokens": 200, "output_tokens": 4}, {"total time": ("at most", 1.15)}
     ),
     "offload": Toy(
-        {"document_tokens": 300, "multiples": "0.5,2", "popularity": "zipf"}
+        {"document_tokens": 200, "multiples": "0.5,2", "popularity": "zipf"}
         | {"tiers": "disk", "questions": 17},
         {"disk zipf 0.5": ("at most", 0.5)},
     ),
