@@ -40,7 +40,9 @@ class AsyncGeneration:
         return self._generation.is_finished
 
     async def result(self) -> RequestOutput:
-        """Wait for the answer. Raises what ended the request if that was an error."""
+        """Wait for the answer. Raises what ended the request if that was an error. Whether a stream
+        of it is read makes no difference."""
+        self._generation._run_ahead()
         return await asyncio.shield(asyncio.wrap_future(self._generation._request.result))
 
     async def so_far(self) -> RequestOutput:

@@ -51,7 +51,8 @@ class Generation:
 
     def result(self, timeout: float | None = None) -> RequestOutput:
         """Wait for the answer. Raises ``TimeoutError`` after ``timeout`` seconds, and what ended
-        the request if that was an error."""
+        the request if that was an error. Whether a stream of it is read makes no difference."""
+        self._run_ahead()
         return self._request.result.result(timeout)
 
     def so_far(self) -> RequestOutput:
@@ -106,6 +107,10 @@ class Generation:
             )
 
         return Generation(self._llm, self._llm._core.fork(request, index, make), self._cache)
+
+    def _run_ahead(self) -> None:
+        if self._request.stream is not None:
+            self._request.stream.run_ahead(self._llm._core.look_again)
 
     def _to_read(self) -> list[Request]:
         """What a stream is made of, once."""

@@ -6,6 +6,7 @@ nothing grows and nobody else waits; reading resumes it.
 """
 
 import contextlib
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -57,6 +58,14 @@ class Stream:
     @property
     def is_full(self) -> bool:
         return self._num_unread >= self.max_unread_tokens
+
+    def run_ahead(self, resume: Callable[[], None]) -> None:
+        """Never pause again, however much is unread: somebody waits for the whole answer, and may
+        be who would have to read. ``resume`` is called where it may be paused now."""
+        with self._lock:
+            was_full, self.max_unread_tokens = self.is_full, sys.maxsize
+        if was_full:
+            resume()
 
     def put(self, part: CompletionOutput, metrics: RequestMetrics, *, is_last: bool) -> None:
         """Add what a sample has got since it was last put. Step thread."""

@@ -16,6 +16,7 @@ GREEDY_TEMPERATURE = 1e-5
 
 # Beyond this a penalty makes logits that are no numbers any more, of which nothing can be drawn.
 _LEAST_PENALTY = 1e-3
+_MOST_SAMPLES = 1 << 14  # each is a sequence with a generator of its own from the start
 
 
 # Arguments of vLLM that have nothing to change here, with the values they are accepted at.
@@ -61,7 +62,7 @@ def _accepts_neutral_arguments(cls: type[_T]) -> type[_T]:
 class SamplingParams:
     """Settings of one request. An unknown argument is an error.
 
-    n                           samples of the prompt, each with its own generator
+    n                           samples of the prompt, each with its own generator; at most 16,384
     temperature                 0 (anything below 1e-5) chooses the most likely token
     top_p                       least probability mass that stays in play, in (0, 1]; 1 keeps all
     top_k                       number of tokens that stay in play; 0 keeps all (-1 is taken as 0)
@@ -120,7 +121,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        _integer("n", self.n, least=1)
+        _integer("n", self.n, least=1, most=_MOST_SAMPLES)
         _number("temperature", self.temperature, _real(self.temperature) >= 0.0, "at least 0")
         _number("top_p", self.top_p, 0.0 < _real(self.top_p) <= 1.0, "in (0, 1]")
         _number("min_p", self.min_p, 0.0 <= _real(self.min_p) <= 1.0, "in [0, 1]")

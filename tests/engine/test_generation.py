@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from engine import SamplingParams
+from engine.stream import Stream
 from kvstore.errors import ConfigError
 
 BLOCK = 2 * 2 * 16 * 2 * 16 * 4  # bytes of one block of the tiny model
@@ -174,6 +175,17 @@ def test_an_answer_is_read_as_it_comes_and_its_fork_as_well(llm, tiny_prompts):
     assert branch == second.result().outputs[0].token_ids
     again = [*second.result().prompt_token_ids, *branch]
     assert again[: 50 + 60] == [*tiny_prompts[2][:50], *read]
+
+
+def test_whoever_waits_for_an_answer_need_not_read_its_stream(llm, tiny_prompts):
+    """More than a stream holds unread, begun by its reader or not."""
+    long = replace(GREEDY, max_tokens=Stream.max_unread_tokens + 20)
+    unread, begun = (llm.start(tiny_prompts[0], long, stream=True) for _ in range(2))
+    reader = iter(begun)
+    read = len(next(reader).outputs[0].token_ids)
+    for generation in (unread, begun):
+        assert len(generation.result(60).outputs[0].token_ids) == long.max_tokens
+    assert read + sum(len(delta.outputs[0].token_ids) for delta in reader) == long.max_tokens
 
 
 def test_who_stops_reading_an_answer_aborts_it(llm, tiny_prompts):

@@ -75,6 +75,7 @@ def test_only_vanishing_temperatures_are_greedy():
     [
         ("n", 0),
         ("n", True),
+        ("n", 16_385),
         ("temperature", -0.1),
         ("temperature", float("nan")),
         ("temperature", float("inf")),
