@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from kvstore.config import StoreConfig, check_kinds, parse_size
+from kvstore.config import StoreConfig, check_kinds, parse_size, refuse_unknown
 from kvstore.errors import ConfigError
 
 # Arguments of vLLM that have nothing to change here, with the values they are accepted at
@@ -41,6 +41,29 @@ IGNORED_ARGUMENTS: Mapping[str, tuple[Any, ...] | None] = {
     "speculative_config": (None,),
     "kv_transfer_config": (None,),
     "enable_sleep_mode": (False,),
+    "generation_config": ("auto", "vllm", None),
+    "override_generation_config": (None, {}),
+    "download_dir": (None,),
+    "task": ("auto", "generate", None),
+    "limit_mm_per_prompt": None,
+    "kv_cache_memory_bytes": (None,),
+    "kv_offloading_size": (None,),
+    "kv_offloading_backend": None,
+    "enable_expert_parallel": (False,),
+    "disable_cascade_attn": None,
+    "disable_log_requests": None,
+    "enable_log_requests": (False,),
+}
+
+# Of those, the ones whose purpose a setting of ours has.
+_OURS_INSTEAD: Mapping[str, str] = {
+    "kv_cache_memory_bytes": "device_cache",
+    "num_gpu_blocks_override": "device_cache",
+    "kv_offloading_size": "host_cache or disk_cache",
+    "kv_transfer_config": "host_cache or disk_cache",
+    "download_dir": "the environment variable HF_HOME",
+    "generation_config": "SamplingParams",
+    "override_generation_config": "SamplingParams",
 }
 
 
@@ -69,8 +92,9 @@ class EngineConfig:
     max_num_batched_tokens  tokens of one forward; longer prompts are prefilled in chunks
     scheduling_policy       which waiting request is next: the first that came, or the one with
                             most of its prompt in the cache, ageing so that none is forgotten
-    max_num_waiting         requests that may wait; more are an error, but for the prompts of one
-                            ``generate``, which are held back; None: no limit
+    max_num_waiting         requests that may wait, beside those that ``max_num_seqs`` has room for;
+                            more are an error, but for the prompts of one ``generate``, which are
+                            held back; None: no limit
     max_total_tokens        tokens of prompt and answer of all requests that wait or run, likewise
     seed                    of requests that bring none of their own
     enforce_eager           no CUDA graphs: a decode step launches its kernels one by one
@@ -173,9 +197,10 @@ class EngineConfig:
                 continue
             value = arguments.pop(name)
             if accepted is not None and value not in accepted:
-                raise ConfigError(f"{name}: only {accepted[0]!r} is supported, got {value!r}")
-        known = [field.name for field in fields(cls)]
-        unknown = sorted(set(arguments) - set(known))
-        if unknown:
-            raise ConfigError(f"LLM: unknown {', '.join(unknown)}; known are {', '.join(known)}")
+                ours = _OURS_INSTEAD.get(name)
+                instead = f"; set {ours} instead" if ours else ""
+                raise ConfigError(
+                    f"{name}: only {accepted[0]!r} is supported, got {value!r}{instead}"
+                )
+        refuse_unknown("LLM", arguments, [field.name for field in fields(cls)])
         return cls(**arguments)

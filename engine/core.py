@@ -73,7 +73,11 @@ class EngineCore:
         self._wake = threading.Condition()
         self._commands: deque[tuple[Callable[[], None], Future[Any]]] = deque()
         self._awaited: list[tuple[Callable[[], bool], Future[None]]] = []
-        self._backlog = Backlog(limits.max_num_waiting, limits.max_total_tokens)
+        self._backlog = Backlog(
+            limits.max_num_waiting,
+            limits.max_total_tokens,
+            lambda: limits.max_num_seqs - len(self.scheduler.running),
+        )
         self._has_store_event = False
         self._closing = False
         self._close_timeout: float | None = None

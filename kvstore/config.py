@@ -1,9 +1,10 @@
 """Settings of the store, validated when they are made. Every default stands here, once."""
 
+import difflib
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -178,10 +179,14 @@ class StoreConfig(DiskConfig):
         if isinstance(config, StoreConfig):
             return config
         values = dict(config or {})
-        known = {field.name for field in fields(cls)}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise ConfigError(
-                f"store_config: unknown {', '.join(unknown)}; known are {', '.join(sorted(known))}"
-            )
+        refuse_unknown("store_config", values, sorted(field.name for field in fields(cls)))
         return cls(**values)
+
+
+def refuse_unknown(what: str, given: Iterable[str], known: Sequence[str]) -> None:
+    """Raises ``ConfigError`` for names that are not known: with what they are like, where they are
+    like one, else with all that there are."""
+    for name in sorted(set(given) - set(known)):
+        like = difflib.get_close_matches(name, known, n=1)
+        remedy = f"did you mean {like[0]}?" if like else f"known are {', '.join(known)}"
+        raise ConfigError(f"{what}: unknown {name}; {remedy}")

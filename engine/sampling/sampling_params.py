@@ -7,8 +7,10 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any, TypeVar
 
+from kvstore.config import refuse_unknown
 from kvstore.errors import ConfigError
 
 # Below this a temperature divides by almost nothing and the draw is the argmax anyway.
@@ -26,6 +28,7 @@ NEUTRAL_ARGUMENTS: Mapping[str, tuple[Any, ...]] = {
     "flat_logprobs": (False,),
     "guided_decoding": (None,),
     "logits_processors": (None,),
+    "output_kind": (None, "DELTA", 1),
     "repetition_detection": (None,),
     "skip_clone": (False, True),
     "skip_reading_prefix_cache": (None, False),
@@ -49,8 +52,10 @@ def _accepts_neutral_arguments(cls: type[_T]) -> type[_T]:
     def checked(self: _T, **arguments: Any) -> None:
         for name in [name for name in arguments if name in NEUTRAL_ARGUMENTS]:
             value, accepted = arguments.pop(name), NEUTRAL_ARGUMENTS[name]
-            if not any(value is each for each in accepted):
+            plain = value.name if isinstance(value, Enum) else value
+            if not any(type(plain) is type(each) and plain == each for each in accepted):
                 raise ConfigError(f"{name}: only {accepted[0]!r} is supported, got {value!r}")
+        refuse_unknown("SamplingParams", arguments, list(cls.__dataclass_fields__))
         init(self, **arguments)
 
     cls.__init__ = checked  # type: ignore[method-assign,assignment]
@@ -138,7 +143,11 @@ class SamplingParams:
         _integer("min_tokens", self.min_tokens, least=0)
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, least=1)
-            _integer("min_tokens", self.min_tokens, least=0, most=self.max_tokens)
+            if self.min_tokens > self.max_tokens:
+                raise ConfigError(
+                    f"min_tokens: expected at most max_tokens ({self.max_tokens}), "
+                    f"got {self.min_tokens}"
+                )
         for name in ("logprobs", "prompt_logprobs", "truncate_prompt_tokens"):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), least=-1)

@@ -1,6 +1,7 @@
 """How many requests have been accepted, and when another one is too many."""
 
 import threading
+from collections.abc import Callable
 
 from engine.scheduling.request import Request
 from kvstore.errors import QueueFullError
@@ -9,14 +10,23 @@ from kvstore.errors import QueueFullError
 class Backlog:
     """Requests from their acceptance to their end. Any thread.
 
-    max_num_waiting   requests that none of their samples has begun to run; None: no limit
+    max_num_waiting   requests that wait for a seat, those for which there is one not counted;
+                      None: no limit
     max_total_tokens  prompt and ``max_tokens`` of all that wait or run; None: no limit
+    num_free_seats    sequences that could run beside those that do. One that is being promoted has
+                      a seat and is counted as waiting still, so it makes no difference
     num_refused       requests that met a full queue
     """
 
-    def __init__(self, max_num_waiting: int | None, max_total_tokens: int | None) -> None:
+    def __init__(
+        self,
+        max_num_waiting: int | None,
+        max_total_tokens: int | None,
+        num_free_seats: Callable[[], int],
+    ) -> None:
         self._max_num_waiting = max_num_waiting
         self._max_total_tokens = max_total_tokens
+        self._num_free_seats = num_free_seats
         self._lock = threading.Lock()
         self._waiting: set[Request] = set()
         self._num_tokens: dict[Request, int] = {}
@@ -25,6 +35,7 @@ class Backlog:
 
     @property
     def num_waiting(self) -> int:
+        """Requests that none of their samples has begun to run."""
         return len(self._waiting)
 
     def enter(self, request: Request) -> None:
@@ -64,10 +75,10 @@ class Backlog:
 
     def _problem(self, request: Request) -> QueueFullError | None:
         most = self._max_num_waiting
-        if most is not None and len(self._waiting) >= most:
+        if most is not None and len(self._waiting) - self._num_free_seats() >= most:
             return QueueFullError(
-                f"{len(self._waiting)} requests wait, as many as max_num_waiting allows: try again "
-                "later, or raise it",
+                f"{most} requests wait, as many as max_num_waiting allows: try again later, or "
+                "raise it",
                 setting="max_num_waiting",
                 limit=most,
             )

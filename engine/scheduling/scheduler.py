@@ -321,10 +321,11 @@ class Scheduler:
 
     def _run(self, sequence: Sequence) -> None:
         sequence.state = SequenceState.RUNNING
-        self.running[sequence] = None
         if not sequence.times.running_at:
             sequence.times.running_at = self._clock()
+            # Before it has a seat: whoever submits meanwhile must not find it waiting beside that.
             self._on_start(sequence)
+        self.running[sequence] = None
 
     def next_deadline(self) -> float:
         """Clock time at which a sequence stops waiting for its blocks; infinity for none."""

@@ -17,11 +17,22 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from engine.sampling.sampling_params import SamplingParams
-from kvstore.errors import CapacityError, ConfigError, KVStoreError, StoreClosedError
+from kvstore.errors import (
+    CapacityError,
+    ConfigError,
+    KVStoreError,
+    QueueFullError,
+    StoreClosedError,
+)
 
 logger = logging.getLogger(__name__)
 
 _RETRY_AFTER_S = 1
+_FULL = "the server has as many requests as it can take: try again later"
+_FULL_OF_TOKENS = (
+    "the server has no room for this many tokens beside those of other requests: try again later, "
+    "or ask with a shorter prompt or limit"
+)
 _TYPES = {401: "authentication_error", 500: "server_error", 503: "overloaded_error"}
 
 
@@ -49,7 +60,10 @@ class ApiError(Exception):
             code = "context_length_exceeded" if message.startswith("the prompt has") else None
             return cls(400, message, param=name if is_param else None, code=code)
         if isinstance(error, CapacityError):
-            return cls(503, str(error), code="overloaded")
+            # Its own message is for the operator: which setting to raise.
+            is_of_tokens = isinstance(error, QueueFullError) and error.setting == "max_total_tokens"
+            full = _FULL_OF_TOKENS if is_of_tokens else _FULL
+            return cls(503, full, code="overloaded")
         if isinstance(error, StoreClosedError):
             return cls(503, "the server is shutting down", code="closed")
         if isinstance(error, KVStoreError):

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from engine import SamplingParams
-from engine.config import EngineConfig
+from engine.config import IGNORED_ARGUMENTS, EngineConfig
 from kvstore.errors import ConfigError, StoreClosedError
 from kvstore.reports.events import BlockStored
 from kvstore.testing import FaultyDisk
@@ -361,7 +361,8 @@ def test_stop_tokens_end_an_answer(make_llm, tiny_prompts):
         ({"disk_cache_size": "huge"}, "disk_cache_size: expected bytes"),
         ({"max_num_seqs": 0}, "max_num_seqs"),
         ({"block_size": 12}, "block_size"),
-        ({"blocksize": 16}, "unknown blocksize"),
+        ({"blocksize": 16}, r"unknown blocksize; did you mean block_size\?$"),
+        ({"kv_offloading_size": 4.0}, "kv_offloading_size: .*set host_cache or disk_cache"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size: only 1"),
         ({"store_config": {"dirty": 1}}, "store_config: unknown dirty"),
         ({"max_num_batched_tokens": 8}, "max_num_batched_tokens: expected at least max_num_seqs"),
@@ -430,6 +431,11 @@ def test_a_salt_may_come_with_its_prompt(make_llm, tiny_prompts):
             ask(salted[0], cache_salt="b")
     with pytest.raises(ConfigError, match="cache_salt: expected text, got 5"):
         llm.generate({"prompt_token_ids": [5], "cache_salt": 5})
+
+
+def test_arguments_of_vllm_without_meaning_here_are_accepted_at_their_neutral_value():
+    neutral = {name: (accepted or ("any",))[0] for name, accepted in IGNORED_ARGUMENTS.items()}
+    assert EngineConfig.of(**neutral) == EngineConfig()
 
 
 def test_an_adapter_is_refused_and_none_is_none(make_llm):

@@ -42,6 +42,18 @@ def test_a_request_beyond_max_num_waiting_is_refused_and_counted(
     assert waiting[1].result(60).finished
 
 
+def test_a_request_for_which_there_is_a_seat_does_not_count_as_waiting(make_llm, tiny_prompts):
+    """All of a burst counted that came within one step of an idle engine."""
+    llm = make_llm(max_num_seqs=8, max_num_waiting=2)
+    are_there = threading.Event()
+    llm._core.post(are_there.wait)
+    generations = [llm.start(tiny_prompts[0][:20], GREEDY) for _ in range(8 + 2)]
+    with pytest.raises(QueueFullError, match="2 requests wait"):
+        llm.start(tiny_prompts[0][:20], GREEDY)
+    are_there.set()
+    assert all(generation.result(60).finished for generation in generations)
+
+
 def test_tokens_of_prompt_and_answer_count_until_the_end(make_llm, start_running, tiny_prompts):
     llm = make_llm(max_total_tokens=450)
     running = start_running(llm, tiny_prompts[0][:20])

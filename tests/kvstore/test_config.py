@@ -54,9 +54,11 @@ def test_a_wrong_setting_is_named_in_the_error(setting, value):
         StoreConfig.of({setting: value})
 
 
-def test_unknown_settings_are_refused_and_the_known_ones_listed():
-    with pytest.raises(ConfigError, match=r"unknown dirty_age; known are .*dirty_max_age_s"):
+def test_unknown_settings_are_refused_with_the_nearest_name_or_all():
+    with pytest.raises(ConfigError, match=r"unknown dirty_age; did you mean dirty_max_age_s\?$"):
         StoreConfig.of({"dirty_age": 1})
+    with pytest.raises(ConfigError, match=r"unknown colour; known are .*dirty_max_age_s"):
+        StoreConfig.of({"colour": 1})
 
 
 def test_a_store_config_serves_where_a_disk_config_is_wanted():

@@ -1,4 +1,5 @@
 import dataclasses
+import enum
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,18 @@ def test_stop_may_be_one_string():
 def test_arguments_of_vllm_without_meaning_here_are_accepted_at_their_neutral_value():
     neutral = {name: accepted[0] for name, accepted in NEUTRAL_ARGUMENTS.items()}
     assert SamplingParams(seed=1, **neutral) == SamplingParams(seed=1)
+
+
+def test_streams_yield_what_vllm_calls_delta():
+    kind = enum.Enum("RequestOutputKind", {"CUMULATIVE": 0, "DELTA": 1})
+    assert SamplingParams(output_kind=kind.DELTA) == SamplingParams()
+    with pytest.raises(ConfigError, match=r"^output_kind: "):
+        SamplingParams(output_kind=kind.CUMULATIVE)
+
+
+def test_more_tokens_at_least_than_at_most_are_refused_with_both_names():
+    with pytest.raises(ConfigError, match=r"^min_tokens: .* at most max_tokens \(5\), got 10"):
+        SamplingParams(max_tokens=5, min_tokens=10)
 
 
 def test_the_page_for_vllm_users_names_every_argument():
@@ -135,8 +148,10 @@ def test_a_clone_is_equal():
 
 
 def test_an_unknown_argument_is_an_error():
-    with pytest.raises(TypeError, match="temprature"):
+    with pytest.raises(ConfigError, match=r"unknown temprature; did you mean temperature\?$"):
         SamplingParams(temprature=0.5)
+    with pytest.raises(ConfigError, match=r"unknown colour; known are .*temperature"):
+        SamplingParams(colour="red")
 
 
 def test_params_cannot_change():

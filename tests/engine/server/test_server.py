@@ -398,8 +398,11 @@ def test_a_client_that_does_not_read_stops_nobody(server, client, llm, monkeypat
 
 @pytest.mark.parametrize("is_streamed", [True, False])
 def test_a_full_queue_is_told_to_try_again(client, llm, monkeypatch, is_streamed):
-    monkeypatch.setattr(llm._llm._core._backlog, "_max_num_waiting", 0)
-    with pytest.raises(openai.InternalServerError, match="as many as max_num_waiting") as raised:
+    """And not to raise a setting, which is the operator's."""
+    backlog = llm._llm._core._backlog
+    monkeypatch.setattr(backlog, "_max_num_waiting", 0)
+    monkeypatch.setattr(backlog, "_num_free_seats", lambda: 0)
+    with pytest.raises(openai.InternalServerError, match="try again later") as raised:
         client.completions.create(prompt="x", stream=is_streamed, **GREEDY)
     assert raised.value.status_code == 503
     assert raised.value.response.headers["retry-after"] == "1"
