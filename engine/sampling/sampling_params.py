@@ -4,6 +4,7 @@ Importable without torch.
 """
 
 import functools
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -47,6 +48,7 @@ _T = TypeVar("_T")
 def _accepts_neutral_arguments(cls: type[_T]) -> type[_T]:
     """Drops what ``NEUTRAL_ARGUMENTS`` accepts; at another value it is refused by name."""
     init = cls.__init__
+    known = list(inspect.signature(init).parameters)[1:]
 
     @functools.wraps(init)
     def checked(self: _T, **arguments: Any) -> None:
@@ -55,7 +57,7 @@ def _accepts_neutral_arguments(cls: type[_T]) -> type[_T]:
             plain = value.name if isinstance(value, Enum) else value
             if not any(type(plain) is type(each) and plain == each for each in accepted):
                 raise ConfigError(f"{name}: only {accepted[0]!r} is supported, got {value!r}")
-        refuse_unknown("SamplingParams", arguments, list(cls.__dataclass_fields__))
+        refuse_unknown("SamplingParams", arguments, known)
         init(self, **arguments)
 
     cls.__init__ = checked  # type: ignore[method-assign,assignment]
