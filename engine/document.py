@@ -70,11 +70,10 @@ class Document:
             if self.pinned is held:
                 self.pinned = None
             with contextlib.suppress(StoreClosedError):
-                if persist or ttl is not None:
-                    self._unpin_on_disk()
-                else:
+                if held in self._held:
                     self._held.remove(held)
-                    core.call(pin.release)
+                core.call(pin.release)
+                core.wait_for(lambda: pin.is_settled)
 
         self.pinned = held = Pin(pin.num_blocks, let_go)
         if not persist and ttl is None:

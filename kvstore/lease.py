@@ -120,7 +120,7 @@ class Lease:
 class Pin:
     """Keeps blocks from being lost, until ``release`` or the end of a ``with`` block.
 
-    is_settled   False while disk is not told of it yet: its blocks are being written
+    is_settled   False while disk is not told of it yet, its blocks are being written, or of its end
     error        why it holds nothing although it is settled, None when all is well
     """
 

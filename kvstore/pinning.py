@@ -7,12 +7,14 @@ from then on no process evicts them there, so memory need not hold them. Until d
 
 import logging
 import math
+import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 
 from kvstore.backing import Backing
 from kvstore.block import TierName
+from kvstore.disk.pins import NAMELESS
 from kvstore.errors import BlockMissingError, CapacityError, ConfigError, KVStoreError
 from kvstore.index import LOADING, NONE, VALID
 from kvstore.lease import Lookup, Pin
@@ -27,7 +29,10 @@ _MAX_TRIES = 8  # to get all of a sequence on disk at once, while others evict t
 
 @dataclass(eq=False, slots=True)
 class _Persistence:
-    """A pin on its way to disk; ``slots`` are what memory holds of its blocks."""
+    """A pin on its way to disk; ``slots`` are what memory holds of its blocks.
+
+    hold    its name there, by which this one is released and no other
+    """
 
     pin: Pin
     keys: Sequence[bytes]
@@ -36,6 +41,7 @@ class _Persistence:
     num_tries: int = 0
     is_submitted: bool = False
     is_released: bool = False
+    hold: bytes = field(default_factory=lambda: secrets.token_bytes(len(NAMELESS)))
 
 
 class Pinning:
@@ -162,7 +168,7 @@ class Pinning:
             else:
                 self._settle(coming, None)
 
-        self._transfer.pin(coming.keys, coming.ttl_s, end)
+        self._transfer.pin(coming.keys, coming.ttl_s, coming.hold, end)
 
     def _try_again(self, coming: _Persistence, missing: Sequence[bytes]) -> None:
         """Disk had no room for some blocks, or another process evicted them: write them again."""
@@ -188,12 +194,20 @@ class Pinning:
         if error is not None:
             logger.warning("blocks=%d could not be pinned on disk: %s", len(coming.keys), error)
         elif coming.is_released:
-            self._transfer.unpin(coming.keys[-1], _ignore)
+            self._release_on_disk(coming)
 
     def _release(self, coming: _Persistence) -> None:
         coming.is_released = True
         if coming.pin.is_settled and coming.pin.error is None:
-            self._transfer.unpin(coming.keys[-1], _ignore)
+            self._release_on_disk(coming)
+
+    def _release_on_disk(self, coming: _Persistence) -> None:
+        def end(_: object) -> None:
+            """A hold that cannot be given back because the disk is gone holds nothing any more."""
+            coming.pin.is_settled = True
+
+        coming.pin.is_settled = False
+        self._transfer.release(coming.keys[-1], coming.hold, end)
 
 
 def _add(holds: dict[int, int], slots: Sequence[int]) -> None:
@@ -206,7 +220,3 @@ def _subtract(holds: dict[int, int], slots: Sequence[int]) -> None:
         holds[slot] -= 1
         if holds[slot] == 0:
             del holds[slot]
-
-
-def _ignore(outcome: object) -> None:
-    """A pin that cannot be released because the disk is gone holds nothing any more."""

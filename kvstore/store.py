@@ -230,7 +230,7 @@ class BlockStore:
         return self.pinning.on_disk(lookup, ttl_s)
 
     def unpin(self, lookup: Lookup, done: Callable[[bool], None]) -> None:
-        """Release the pin of a prefix on disk, whichever process set it.
+        """Release the pin of a prefix on disk, whoever holds it.
 
         ``poll()`` calls ``done`` when that has happened, with whether there was one.
         """

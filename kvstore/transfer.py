@@ -207,9 +207,16 @@ class TransferLoop:
         assert self._disk is not None
         self._submit(self._disk.forget(keys, end, beginning, spared), done)
 
-    def pin(self, keys: Sequence[bytes], ttl_s: float | None, done: Done[list[bytes]]) -> None:
+    def pin(
+        self, keys: Sequence[bytes], ttl_s: float | None, hold: bytes, done: Done[list[bytes]]
+    ) -> None:
         assert self._disk is not None
-        self._submit(self._disk.pin(keys, ttl_s), done)
+        self._submit(self._disk.pin(keys, ttl_s, hold), done)
+
+    def release(self, key: bytes, hold: bytes, done: Done[bool]) -> None:
+        """Give back one hold of a pin."""
+        assert self._disk is not None
+        self._submit(self._disk.release(key, hold), done)
 
     def unpin(self, key: bytes, done: Done[bool]) -> None:
         assert self._disk is not None

@@ -203,9 +203,16 @@ class Ledger:
         if self._txn.delete(record.order, db=self._env.recency):  # a leaf
             self._txn.put(touched.order, key, db=self._env.recency)
 
-    def change_pins(self, key: bytes, record: Record, num_pins: int, pinned_until: float) -> None:
+    def change_pins(
+        self,
+        key: bytes,
+        record: Record,
+        num_pins: int,
+        pinned_until: float,
+        holds: bytes | None = None,
+    ) -> None:
         """Rewrite a record's pins. A leaf leaves ``recency`` with its first and returns with its
-        last; a bad one goes with it."""
+        last; a bad one goes with it. ``holds`` are those of its own, None where that stays."""
         new = record._replace(num_pins=num_pins, pinned_until=pinned_until)
         old_bytes, value = len(schema.encode_record(key, record)), schema.encode_record(key, new)
         self.num_changes += 1
@@ -213,11 +220,11 @@ class Ledger:
         for usage in (self.head.total, self.usage(record.namespace, record.salt)):
             usage.add(record, old_bytes, -1)
             usage.add(new, len(value))
-        if record.pinned_until:
+        if record.pinned_until and holds is not None:
             self._txn.delete(schema.pin_key(record.pinned_until, key), db=self._env.meta)
-        if pinned_until:
+        if pinned_until and holds is not None:
             row = schema.pin_key(pinned_until, key)
-            self._txn.put(row, schema.seal(row, b""), db=self._env.meta)
+            self._txn.put(row, schema.seal(row, holds), db=self._env.meta)
         if bool(num_pins) == bool(record.num_pins) or self.has_children(key):
             return
         if num_pins:
@@ -226,6 +233,11 @@ class Ledger:
             self.drop(key, new, Departure.CORRUPT)
         else:
             self._txn.put(record.order, key, db=self._env.recency)
+
+    def pin_holds(self, key: bytes, record: Record) -> bytes:
+        """What ``change_pins`` was given as the holds of a block's own pin."""
+        row = schema.pin_key(record.pinned_until, key)
+        return schema.unseal(row, self._txn.get(row, db=self._env.meta) or b"")
 
     def first_pin(self) -> tuple[float, bytes] | None:
         """The pin that ends first: when, and the key of its block."""

@@ -6,12 +6,14 @@ while that number is not 0, whatever else was pinned, ended or released on the w
 know how much is pinned without looking.
 
 A pin belongs to the directory: every process spares what it protects, and any may release it. There
-is one a block. Pinning again keeps the later end.
+is one a block, and it is made of holds: each caller has a name of its own for its hold and gives
+back that one, the others' stay. A pin ends with the last of its holds.
 """
 
+import struct
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvstore.disk import schema
@@ -20,15 +22,27 @@ from kvstore.disk.ledger import Ledger
 from kvstore.disk.schema import Record, SealError
 from kvstore.errors import CapacityError
 
+NAMELESS = bytes(8)  # the hold of a caller who never releases it alone
 
-def pin(ledger: Ledger, key: bytes, until: float) -> None:
-    """Pin a block that is there. Raises ``CapacityError`` when more than half would be pinned."""
+_HOLD = struct.Struct(">8sd")  # name, end
+_MOST_HOLDS = 64  # that are told apart: whoever pins at each start and never releases adds one each
+
+
+def pin(ledger: Ledger, key: bytes, until: float, hold: bytes, now: float) -> None:
+    """Hold a block that is there; a hold that is there keeps its later end.
+
+    Raises ``CapacityError`` when more than half would be pinned.
+    """
     record = _record(ledger, key)
+    holds = _holds(ledger, key, record, now)
+    holds[hold] = max(until, holds.get(hold, 0.0))
+    if len(holds) > _MOST_HOLDS:
+        oldest = next(name for name in holds if name != NAMELESS)
+        holds[NAMELESS] = max(holds.pop(oldest), holds.get(NAMELESS, 0.0))
     if record.pinned_until:
-        end = max(until, record.pinned_until)
-        ledger.change_pins(key, record, record.num_pins, end)
+        ledger.change_pins(key, record, record.num_pins, max(holds.values()), _encode(holds))
         return
-    _change_chain(ledger, key, record, 1, until)
+    _change_chain(ledger, key, record, 1, until, _encode(holds))
     pinned_bytes = ledger.head.total.pinned_pages * schema.PAGE_BYTES
     if pinned_bytes > ledger.head.capacity_bytes // 2:
         raise CapacityError(
@@ -37,12 +51,27 @@ def pin(ledger: Ledger, key: bytes, until: float) -> None:
         )
 
 
-def unpin(ledger: Ledger, key: bytes) -> bool:
-    """Release a block's own pin; whether it had one."""
+def release(ledger: Ledger, key: bytes, hold: bytes, now: float) -> bool:
+    """Give back one hold of a block's own pin; whether it was there."""
     record = ledger.record(key)
     if record is None or not record.pinned_until:
         return False
-    _change_chain(ledger, key, record, -1, 0.0)
+    holds = _holds(ledger, key, record, now)
+    if holds.pop(hold, None) is None:
+        return False
+    if holds:
+        ledger.change_pins(key, record, record.num_pins, max(holds.values()), _encode(holds))
+    else:
+        unpin(ledger, key)
+    return True
+
+
+def unpin(ledger: Ledger, key: bytes) -> bool:
+    """Release a block's own pin, whoever holds it; whether it had one."""
+    record = ledger.record(key)
+    if record is None or not record.pinned_until:
+        return False
+    _change_chain(ledger, key, record, -1, 0.0, b"")
     return True
 
 
@@ -56,9 +85,24 @@ def expire(ledger: Ledger, now: float, most: int = sys.maxsize) -> None:
             raise SealError
 
 
-def _change_chain(ledger: Ledger, key: bytes, record: Record, step: int, until: float) -> None:
+def _holds(ledger: Ledger, key: bytes, record: Record, now: float) -> dict[bytes, float]:
+    """The holds of a block's own pin that have not ended: name to end, oldest first."""
+    if not record.pinned_until:
+        return {}
+    body = ledger.pin_holds(key, record)
+    holds = _HOLD.iter_unpack(body) if body else [(NAMELESS, record.pinned_until)]
+    return {name: end for name, end in holds if end > now}
+
+
+def _encode(holds: Mapping[bytes, float]) -> bytes:
+    return b"".join(_HOLD.pack(name, end) for name, end in holds.items())
+
+
+def _change_chain(
+    ledger: Ledger, key: bytes, record: Record, step: int, until: float, holds: bytes
+) -> None:
     """One pin more or less on a block, whose own it is, and on all that it continues."""
-    ledger.change_pins(key, record, record.num_pins + step, until)
+    ledger.change_pins(key, record, record.num_pins + step, until, holds)
     while record.depth > 0:
         key = record.parent
         record = _record(ledger, key)

@@ -7,7 +7,7 @@
     namespaces  id → sealed msgpack identity        what ``inspect`` prints
     meta        "schema", "uuid", "head" → sealed Head,
                 "usage/" ‖ namespace ‖ salt → sealed Usage,
-                "pin/" ‖ end of the pin ‖ key → sealed nothing: the first is the next to end,
+                "pin/" ‖ end of the pin ‖ key → sealed holds: the first is the next to end,
                 "gone", "gone/" ‖ u16 → which blocks left lately, and why (``departures``)
 
 A *sealed* value begins with the xxh3-128 of its key and its body, so a flipped bit, or a value

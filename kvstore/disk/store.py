@@ -26,6 +26,7 @@ from kvstore.disk.codec import get_codec
 from kvstore.disk.environment import Environment, State
 from kvstore.disk.forget import own_blocks
 from kvstore.disk.ledger import Prepared
+from kvstore.disk.pins import NAMELESS
 from kvstore.disk.reader import Reader
 from kvstore.disk.schema import DiskEntry, Head, Record, SealError
 from kvstore.disk.slices import wait_until_open
@@ -246,24 +247,35 @@ class DiskStore:
         if self._can_write():
             self._writer.touch(keys)
 
-    def pin(self, keys: Sequence[bytes], *, ttl_s: float | None = None) -> list[bytes]:
+    def pin(
+        self, keys: Sequence[bytes], *, ttl_s: float | None = None, hold: bytes = NAMELESS
+    ) -> list[bytes]:
         """Keep a sequence, given from its root on, from being evicted, by any process.
 
         It lasts ``ttl_s`` seconds (None: until ``unpin``), also over restarts; pinning again keeps
-        the later end. All or nothing: returns the keys that are not here, none when all is pinned.
+        the later end. With a name of 8 bytes as ``hold``, ``release`` gives back this hold alone.
+        All or nothing: returns the keys that are not here, none when all is pinned.
         Raises ``CapacityError`` when pins would hold more than half of the capacity,
         ``TierBrokenError`` when nothing can be written.
         """
         if not self._can_write():
             raise TierBrokenError(self._state()[1] or "the disk tier is off", tier="disk")
-        return self._writer.pin(keys, ttl_s)
+        return self._writer.pin(keys, ttl_s, hold)
+
+    def release(self, key: bytes, hold: bytes) -> bool:
+        """Give back one hold of the sequence that ends with this block; whether it was there.
+
+        What others hold stays pinned, to the last end of theirs. Raises as ``unpin``.
+        """
+        return self._can_write() and self._writer.unpin(key, hold)
 
     def unpin(self, key: bytes) -> bool:
-        """Release the pin of the sequence that ends with this block; whether there was one.
+        """Release the pin of the sequence that ends with this block, all holds of it; whether there
+        was one.
 
         Raises ``TierBrokenError`` when it cannot be released now.
         """
-        return self._can_write() and self._writer.unpin(key)
+        return self._can_write() and self._writer.unpin(key, None)
 
     def remove(self, keys: Sequence[bytes]) -> Removal:
         """Drop these blocks. One with remaining children keeps its record; pinned ones stay."""

@@ -104,7 +104,7 @@ class Writer:
             return []  # whoever reads the block finds out
         return due
 
-    def pin(self, keys: Sequence[bytes], ttl_s: float | None) -> list[bytes]:
+    def pin(self, keys: Sequence[bytes], ttl_s: float | None, hold: bytes) -> list[bytes]:
         if not keys:
             return []
         until = math.inf if ttl_s is None else self._clock() + ttl_s
@@ -118,19 +118,23 @@ class Writer:
                 if record is None or record.is_bad
             ]
             if not missing:
-                pins.expire(ledger, self._clock())  # none that has ended counts
-                pins.pin(ledger, keys[-1], until)
+                now = self._clock()
+                pins.expire(ledger, now)  # none that has ended counts
+                pins.pin(ledger, keys[-1], until, hold, now)
             return 1
 
         self._change_pins(change, keys)
         return missing
 
-    def unpin(self, key: bytes) -> bool:
+    def unpin(self, key: bytes, hold: bytes | None) -> bool:
         had_one = False
 
         def change(ledger: Ledger) -> int:
             nonlocal had_one
-            had_one = pins.unpin(ledger, key)
+            if hold is None:
+                had_one = pins.unpin(ledger, key)
+            else:
+                had_one = pins.release(ledger, key, hold, self._clock())
             return 1
 
         self._change_pins(change, [key])

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from kvstore.block import BlockRef, BlockWrite, PutOutcome, Removal
 from kvstore.config import DiskConfig
 from kvstore.disk import DiskEntry, DiskStats
+from kvstore.disk.pins import NAMELESS
 from kvstore.errors import KVStoreError
 from kvstore.tiers.base import BlockCopier, BlockPool, BlockRead, DiskTier, RemovedBlock, Rows
 from kvstore.transfer import Done, PendingWrite, TransferLoop
@@ -150,7 +151,12 @@ class SimulatedDisk:
     ) -> int:
         raise NotImplementedError("a simulation forgets nothing")
 
-    async def pin(self, keys: Sequence[bytes], ttl_s: float | None) -> list[bytes]:
+    async def pin(
+        self, keys: Sequence[bytes], ttl_s: float | None, hold: bytes = NAMELESS
+    ) -> list[bytes]:
+        raise NotImplementedError("a simulation pins nothing")
+
+    async def release(self, key: bytes, hold: bytes) -> bool:
         raise NotImplementedError("a simulation pins nothing")
 
     async def unpin(self, key: bytes) -> bool:

@@ -10,6 +10,7 @@ from zlib import crc32
 
 from kvstore.block import BlockRef, BlockWrite, PutOutcome, Removal
 from kvstore.disk import DiskEntry, DiskStats
+from kvstore.disk.pins import NAMELESS
 from kvstore.errors import (
     BlockMissingError,
     CapacityError,
@@ -31,7 +32,7 @@ class MemoryDisk:
     capacity: int = 1 << 30
     blocks: dict[bytes, tuple[BlockRef, bytes]] = field(default_factory=dict)
     num_reads: int = 0
-    pins: dict[bytes, float] = field(default_factory=dict)  # last block of each: its end
+    pins: dict[bytes, dict[bytes, float]] = field(default_factory=dict)  # last block: hold: end
     clock: Callable[[], float] = time.time
     is_closed: bool = False
     published: Mapping[str, Any] = field(default_factory=dict)
@@ -125,23 +126,33 @@ class MemoryDisk:
         self._watcher([RemovedBlock(*self._owners[key], key) for key in gone])
         return len(gone)
 
-    async def pin(self, keys: Sequence[bytes], ttl_s: float | None) -> list[bytes]:
+    async def pin(
+        self, keys: Sequence[bytes], ttl_s: float | None, hold: bytes = NAMELESS
+    ) -> list[bytes]:
         missing = [key for key in keys if key not in self.blocks or key not in self._checksums]
         if not missing:
-            before, pins = self.pins.copy(), self.pins
-            pins[keys[-1]] = max(self.clock() + (ttl_s or math.inf), pins.get(keys[-1], 0.0))
+            before, holds = self.pins, self.pins.get(keys[-1], {})
+            until = max(self.clock() + (ttl_s or math.inf), holds.get(hold, 0.0))
+            self.pins = before | {keys[-1]: holds | {hold: until}}
             if len(self.pinned()) > self.capacity // 2:
                 self.pins = before
                 raise CapacityError("pins would hold more than half of the disk")
         return missing
 
+    async def release(self, key: bytes, hold: bytes) -> bool:
+        until = self.pins.get(key, {}).pop(hold, 0.0)
+        if not self.pins.get(key):
+            self.pins.pop(key, None)
+        return until > self.clock()
+
     async def unpin(self, key: bytes) -> bool:
-        return self.pins.pop(key, 0.0) > self.clock()
+        return max(self.pins.pop(key, {}).values(), default=0.0) > self.clock()
 
     def pinned(self) -> set[bytes]:
         """Blocks that a pin protects now."""
         found: set[bytes] = set()
-        for key, until in self.pins.items():
+        for key, holds in self.pins.items():
+            until = max(holds.values())
             while until > self.clock() and key in self.blocks:
                 found.add(key)
                 key = self.blocks[key][0].parent
@@ -234,9 +245,15 @@ class FaultyDisk:
         await self._pass(0)
         return await self.inner.forget(keys, end, beginning, spared)
 
-    async def pin(self, keys: Sequence[bytes], ttl_s: float | None) -> list[bytes]:
+    async def pin(
+        self, keys: Sequence[bytes], ttl_s: float | None, hold: bytes = NAMELESS
+    ) -> list[bytes]:
         await self._pass(0)
-        return await self.inner.pin(keys, ttl_s)
+        return await self.inner.pin(keys, ttl_s, hold)
+
+    async def release(self, key: bytes, hold: bytes) -> bool:
+        await self._pass(0)
+        return await self.inner.release(key, hold)
 
     async def unpin(self, key: bytes) -> bool:
         await self._pass(0)

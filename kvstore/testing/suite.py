@@ -207,6 +207,22 @@ class TierSuite(ABC):
         self.run(tmp_path, leave)
         self.run(tmp_path, release)
 
+    def test_a_hold_is_released_alone_and_a_pin_ends_with_its_last(self, tmp_path: Path) -> None:
+        async def body(tier: DiskTier) -> None:
+            refs = chain(1, 2)
+            keys, last = [ref.key for ref in refs], refs[1].key
+            await self.write(tier, refs)
+            for hold in (b"hold one", b"hold two"):
+                assert await tier.pin(keys, None, hold) == []
+            assert await tier.release(last, b"hold two")
+            assert not await tier.release(last, b"hold two")
+            assert tier.stats().pinned_blocks == 2
+            assert await tier.release(last, b"hold one")
+            assert tier.stats().pinned_blocks == 0
+            assert not await tier.unpin(last)
+
+        self.run(tmp_path, body)
+
     def test_another_tier_on_the_same_medium_finds_what_one_left(self, tmp_path: Path) -> None:
         async def leave(tier: DiskTier) -> None:
             await self.write(tier, chain(1, 2))

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from kvstore.block import BlockRef, BlockWrite, PutOutcome, Removal
 from kvstore.disk import DiskEntry, DiskStats
+from kvstore.disk.pins import NAMELESS
 from kvstore.errors import KVStoreError
 
 Rows = npt.NDArray[np.uint8]  # [num_rows, block_bytes] in host memory
@@ -145,13 +146,19 @@ class DiskTier(Protocol):
         what leads to either; how many went. Raises ``TierBrokenError`` when it cannot be written.
         """
 
-    async def pin(self, keys: Sequence[bytes], ttl_s: float | None) -> list[bytes]:
+    async def pin(
+        self, keys: Sequence[bytes], ttl_s: float | None, hold: bytes = NAMELESS
+    ) -> list[bytes]:
         """Keep a sequence, root first, from leaving to make room, for ``ttl_s`` seconds or until
         ``unpin``; all of it or nothing: the keys that are missing. The later end of two counts.
+        ``hold`` is a name of 8 bytes for ``release``.
 
         Raises ``CapacityError`` when pins would hold more than half of the tier,
         ``TierBrokenError`` when it cannot be written.
         """
+
+    async def release(self, key: bytes, hold: bytes) -> bool:
+        """Give back one hold of the sequence that ends here; whether it was there. Others stay."""
 
     async def unpin(self, key: bytes) -> bool:
         """Release the pin of the sequence that ends here, whoever set it; whether there was one."""

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from kvstore.block import BlockRef, BlockWrite, PutOutcome, Removal
 from kvstore.disk import DiskEntry, DiskStats, DiskStore
+from kvstore.disk.pins import NAMELESS
 from kvstore.errors import KVStoreError
 from kvstore.tiers.base import BlockRead, RemovedBlock
 
@@ -58,8 +59,13 @@ class LmdbTier:
     ) -> int:
         return await self._change(self._disk.forget, keys, end, beginning, spared)
 
-    async def pin(self, keys: Sequence[bytes], ttl_s: float | None) -> list[bytes]:
-        return await self._change(lambda: self._disk.pin(keys, ttl_s=ttl_s))
+    async def pin(
+        self, keys: Sequence[bytes], ttl_s: float | None, hold: bytes = NAMELESS
+    ) -> list[bytes]:
+        return await self._change(lambda: self._disk.pin(keys, ttl_s=ttl_s, hold=hold))
+
+    async def release(self, key: bytes, hold: bytes) -> bool:
+        return await self._change(self._disk.release, key, hold)
 
     async def unpin(self, key: bytes) -> bool:
         return await self._change(self._disk.unpin, key)

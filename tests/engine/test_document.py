@@ -216,6 +216,24 @@ def test_evict_skips_what_is_pinned_or_in_use(llm):
     assert sum(document.residency().values()) <= BLOCK
 
 
+def test_releasing_a_pin_leaves_what_somebody_else_holds_on_disk(llm):
+    def pinned():
+        return llm.stats().tiers["disk"].pinned_blocks
+
+    one, other = (llm.document("A document that two people pinned. " * 3) for _ in range(2))
+    theirs = one.pin(persist=True)
+    ours = other.pin(persist=True)
+    ours.release()
+    with other.pin(ttl=60):
+        pass
+    assert pinned() == theirs.num_blocks
+    theirs.release()
+    assert pinned() == 0
+    one.pin(persist=True)
+    assert other.unpin()  # whoever pinned it
+    assert pinned() == 0
+
+
 def test_evict_of_a_document_that_only_disk_holds(llm):
     document = llm.document("A document that has left memory. " * 3)
     llm.reset_prefix_cache("device")

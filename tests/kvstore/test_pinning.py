@@ -272,6 +272,25 @@ def test_a_pin_released_on_its_way_to_disk_is_not_left_there(make_engine):
     assert not engine.store.pinning.held
 
 
+def test_releasing_a_pin_leaves_that_of_another(make_engine):
+    memory = MemoryDisk()
+    engine = make_engine(disk=memory)
+    engine.run(document(1) + END)
+    pins = []
+    for ttl_s in (None, 60.0):
+        pins.append(engine.store.pin(look_up(engine, document(1)), persist=True, ttl_s=ttl_s))
+        settle(engine)
+    pins[1].release()
+    assert not pins[1].is_settled
+    settle(engine)
+    assert pins[1].is_settled
+    assert len(memory.pinned()) == 3
+    assert list(*(holds.values() for holds in memory.pins.values())) == [float("inf")]
+    pins[0].release()
+    settle(engine)
+    assert memory.pins == {}
+
+
 def test_clearing_the_disk_spares_what_is_pinned_there_and_says_so(make_engine):
     memory = MemoryDisk()
     engine = make_engine(disk=memory)

@@ -202,6 +202,54 @@ def test_of_two_pins_of_one_sequence_the_later_end_counts(
     assert num_present(store, refs) == (2 if is_endless else 0)
 
 
+ONE, OTHER = b"hold one", b"hold two"
+
+
+@pytest.mark.parametrize("first", [None, 10.0, 1000.0])
+def test_releasing_a_hold_leaves_the_others_with_their_own_end(
+    store: DiskStore, blocks: Blocks, clock: FakeClock, directory: Path, first: float | None
+) -> None:
+    refs = put(store, blocks, 3)
+    trunk, last = keys(refs[:2]), refs[-1].key
+    store.pin(keys(refs), ttl_s=first, hold=ONE)
+    ends = [row["pinned_until"] for row in list_blocks(directory)]
+    store.pin(keys(refs), ttl_s=100.0, hold=OTHER)
+    store.pin(trunk)  # changes no hold of what continues it, nor is changed by it
+    assert store.release(last, OTHER)
+    assert not store.release(last, OTHER)
+    assert store.stats().pinned_blocks == 3
+    assert store.unpin(trunk[-1])
+    assert [row["pinned_until"] for row in list_blocks(directory)] == ends
+    assert store.release(last, ONE)
+    assert store.stats().pinned_blocks == 0
+    assert not store.release(last, ONE)
+
+
+def test_unpinning_ends_every_hold_and_a_later_one_is_not_released_by_theirs(
+    store: DiskStore, blocks: Blocks, clock: FakeClock
+) -> None:
+    refs = put(store, blocks, 2)
+    for hold in (ONE, OTHER):
+        store.pin(keys(refs), hold=hold)
+    assert store.unpin(refs[-1].key)
+    assert store.stats().pinned_blocks == 0
+    store.pin(keys(refs), ttl_s=5.0, hold=b"a third!")
+    assert not store.release(refs[-1].key, ONE)
+    assert store.stats().pinned_blocks == 2
+
+
+def test_holds_beyond_those_that_are_told_apart_stay_until_they_are_unpinned(
+    store: DiskStore, blocks: Blocks
+) -> None:
+    refs = put(store, blocks, 1)
+    names = [b"hold %03d" % i for i in range(70)]
+    for name in names:
+        store.pin(keys(refs), hold=name)
+    assert [store.release(refs[0].key, name) for name in names].count(True) == 64
+    assert store.stats().pinned_blocks == 1
+    assert store.unpin(refs[0].key)
+
+
 def test_pins_outlive_the_process_and_its_being_killed(directory: Path) -> None:
     blocks = Blocks()
     pinned, timed = blocks.chain(4, start=1), blocks.chain(4, start=2)
