@@ -126,7 +126,7 @@ def main() -> None:
     except (OSError, ValueError) as error:
         sys.exit(f"bench report: {error}")
     except ModuleNotFoundError:
-        sys.exit("bench report: pictures need matplotlib: pip install 'tiered-kvstore[plot]'")
+        sys.exit("bench report: pictures need matplotlib: pip install matplotlib")
     print(output)
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from engine.sampling.sampling_params import SamplingParams
     from engine.session import Session
     from engine.stream import OutputStream
+    from kvstore.lease import Pin
 
 __all__ = [
     "LLM",
@@ -38,6 +39,7 @@ __all__ = [
     "Document",
     "Generation",
     "OutputStream",
+    "Pin",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
@@ -56,6 +58,7 @@ _MODULES = {
     "Document": "engine.document",
     "Generation": "engine.generation",
     "OutputStream": "engine.stream",
+    "Pin": "kvstore.lease",
     "RequestMetrics": "engine.outputs",
     "RequestOutput": "engine.outputs",
     "SamplingParams": "engine.sampling.sampling_params",

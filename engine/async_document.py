@@ -61,9 +61,10 @@ class AsyncDocument:
         return self._document.num_tokens
 
     @property
-    def is_pinned(self) -> bool:
-        """Whether this object holds a pin."""
-        return self._document.pinned is not None
+    def pinned(self) -> AsyncPin | None:
+        """The pin this object holds."""
+        pin = self._document.pinned
+        return None if pin is None else AsyncPin(self._llm, pin)
 
     async def prefill(self) -> None:
         """Read the document now. Returns at once when the device holds it."""

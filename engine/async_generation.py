@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence as Tokens
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from engine.async_stream import AsyncOutputStream
@@ -17,8 +18,9 @@ if TYPE_CHECKING:
 class AsyncGeneration:
     """Made by ``AsyncLLM.start`` and by ``fork``: a ``Generation`` that is awaited.
 
-    Made with ``stream``, it is iterated over once. Whoever leaves the loop early aborts it; who is
-    cancelled while waiting for the ``result`` only waits no more.
+    Made with ``stream``, it is iterated over once. Whoever leaves the loop early aborts it, and so
+    does the end of an ``async with`` block; who is cancelled while waiting for the ``result`` only
+    waits no more.
     """
 
     def __init__(self, llm: "AsyncLLM", generation: Generation) -> None:
@@ -30,6 +32,17 @@ class AsyncGeneration:
             return self._generation._to_read()
 
         return AsyncOutputStream(self._llm._llm._core, requests)
+
+    async def __aenter__(self) -> "AsyncGeneration":
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._llm._llm._core.abort_nowait([self._generation._request])
 
     @property
     def request_id(self) -> str:

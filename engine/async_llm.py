@@ -24,7 +24,7 @@ from engine.sampling.sampling_params import SamplingParams
 from engine.scheduling.queue_stats import QueueStats, render_queue
 from engine.scheduling.request import Request
 from engine.scheduling.sequence import CacheOptions
-from engine.text.prompts import Message, Prompt, refuse_adapter, salt_of
+from engine.text.prompts import Message, Prompt, are_messages, refuse_adapter, salt_of
 from kvstore.reports.metrics import render
 from kvstore.stats import StoreStats
 from kvstore.why.explanation import Explanation
@@ -113,17 +113,21 @@ class AsyncLLM:
 
     async def answer(
         self,
-        prompt: Prompt,
+        prompt: Prompt | Sequence[Message],
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
         cache_salt: str | None = None,
     ) -> RequestOutput:
-        """The whole answer at once. Cancelled, it is aborted."""
-        cache = CacheOptions.of(salt_of(prompt, cache_salt))
-        (output,) = await self._run(
-            lambda: [self._request(prompt, sampling_params, request_id, cache, False)]
-        )
+        """The whole answer at once, to a prompt or to messages. Cancelled, it is aborted."""
+        given: Any = prompt
+        cache = CacheOptions.of(salt_of(given, cache_salt))
+
+        def make() -> list[Request]:
+            asked = self._llm._reader.read_messages(given) if are_messages(given) else given
+            return [self._request(asked, sampling_params, request_id, cache, False)]
+
+        (output,) = await self._run(make)
         return output
 
     async def start(

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import replace
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from engine.outputs import RequestOutput
@@ -20,7 +21,8 @@ class Generation:
     """Made by ``LLM.start`` and by ``fork``. Methods may be called from any thread.
 
     Made with ``stream``, it is iterated over once: what is new each time, as of
-    ``LLM.generate(stream=True)``. Whoever leaves the loop early aborts it.
+    ``LLM.generate(stream=True)``. Whoever leaves the loop early aborts it, and so does the end of a
+    ``with`` block, made with ``stream`` or without.
 
     A branch of an answer costs what is new in it: what both have in common is computed once.
     """
@@ -34,6 +36,17 @@ class Generation:
     def __iter__(self) -> Iterator[RequestOutput]:
         with OutputStream(self._llm._core, self._to_read()) as deltas:
             yield from deltas
+
+    def __enter__(self) -> "Generation":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.abort()
 
     def __repr__(self) -> str:
         sample = self._request.sequences[0]
@@ -53,7 +66,14 @@ class Generation:
         """Wait for the answer. Raises ``TimeoutError`` after ``timeout`` seconds, and what ended
         the request if that was an error. Whether a stream of it is read makes no difference."""
         self._run_ahead()
-        return self._request.result.result(timeout)
+        try:
+            return self._request.result.result(timeout)
+        except TimeoutError:
+            if self.is_finished:
+                raise
+            raise TimeoutError(
+                f"no answer within {timeout} s: it goes on; wait longer, or abort() it"
+            ) from None
 
     def so_far(self) -> RequestOutput:
         """What there is of the answer now."""

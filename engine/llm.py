@@ -29,6 +29,7 @@ from engine.text.prompts import (
     Message,
     Prompt,
     PromptReader,
+    are_messages,
     as_params,
     as_prompts,
     refuse_adapter,
@@ -194,7 +195,7 @@ class LLM:
         """Answer one conversation, or several, given as messages with role and content; with
         ``stream`` as ``generate`` does."""
         refuse_adapter(lora_request)
-        is_one = bool(messages) and isinstance(messages[0], Mapping)
+        is_one = isinstance(messages, str | Mapping) or are_messages(messages)
         conversations: Any = [messages] if is_one else messages
         prompts = [self._reader.read_messages(conversation) for conversation in conversations]
         if stream:

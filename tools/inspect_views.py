@@ -12,6 +12,7 @@ import click
 from kvstore.config import expand_home
 from tools.json_text import json_text
 from tools.sizes import format_age, format_age_until, format_bytes, format_count
+from tools.terminal import say
 from tools.text import Reader, escape, shorten
 
 _PIPE_WIDTH = 132  # of a line that no terminal limits
@@ -97,8 +98,8 @@ def _show(
             rows = (_row(each, known, reader) for each in rows_of(env, wanted))
         if as_json:
             _write_json(path, name, rows)
-        else:
-            _write_lines(rows, describe)
+        elif not _write_lines(rows, describe):
+            say(f"{path} has no {name}")
     return 0
 
 
@@ -128,7 +129,8 @@ def _write_json(path: str, name: str, rows: Iterable[dict[str, Any]]) -> None:
     write("\n]\n}\n")
 
 
-def _write_lines(rows: Iterable[dict[str, Any]], describe: Any) -> None:
+def _write_lines(rows: Iterable[dict[str, Any]], describe: Any) -> bool:
+    """Whether there were any."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _PIPE_WIDTH
     group = None
     write = sys.stdout.write
@@ -144,6 +146,7 @@ def _write_lines(rows: Iterable[dict[str, Any]], describe: Any) -> None:
         else:
             shown = f'"{shorten(text, max(width - len(line) - 4, _LEAST_TEXT))}"'
         write(f"{line}  {shown}".rstrip() + "\n")
+    return group is not None
 
 
 def show_block(directory: str, prefix: str, reader: Reader, *, as_json: bool) -> int:

@@ -32,6 +32,7 @@ from tools.plan_picture import check_picture, draw
 from tools.plan_report import PlanReport
 from tools.terminal import can_draw, say
 
+_DEFAULT_MODEL, _DEFAULT_HARDWARE = "llama-3.1-8b", "h100"
 _SHAPES = {**MODELS, "demo": MODELS["smollm2-135m"]}
 _SAMPLE_BLOCKS = 1 << 23  # distinct blocks kept at once, by default: about half a gigabyte
 # Named as LLM's settings of the same meaning.
@@ -82,6 +83,8 @@ def _plan(
         progress=progress,
     )
     progress.end()
+    if not settings["measure"]:
+        _say_assumptions(settings["model"], settings["hardware"])
     report = PlanReport(plan, hardware, TierName(tier))
     if plot:
         name = "standard input" if trace == "-" else Path(trace).name
@@ -125,12 +128,24 @@ def _hardware(settings: dict[str, Any]) -> HardwareProfile:
         say(f"measuring this machine with {model or 'demo'}")
         profile = measure_machine(model or "demo")
     else:
-        name = model or "llama-3.1-8b"
+        name = model or _DEFAULT_MODEL
         shape = _SHAPES[name] if name in _SHAPES else read_model_shape(name)
-        profile = profile_of(PROCESSORS[settings["hardware"]], shape)
+        profile = profile_of(PROCESSORS[settings["hardware"] or _DEFAULT_HARDWARE], shape)
     if settings["model_bytes_per_token"] is not None:
         profile = replace(profile, bytes_per_token=settings["model_bytes_per_token"])
     return profile
+
+
+def _say_assumptions(model: str | None, hardware: str | None) -> None:
+    """A trace may be of another model than the sizes and times are of."""
+    assumed = {
+        "--model": None if model else f"the model {_DEFAULT_MODEL}",
+        "--hardware": None if hardware else _DEFAULT_HARDWARE,
+    }
+    flags = [flag for flag, value in assumed.items() if value]
+    if flags:
+        values = " on ".join(value for value in assumed.values() if value)
+        say(f"assuming {values}: choose with {' and '.join(flags)}")
 
 
 def _setups(
@@ -282,14 +297,14 @@ plan = Command(
             click.Option(
                 ["--hardware"],
                 type=click.Choice(list(PROCESSORS)),
-                default="h100",
-                show_default=True,
-                help="Whose speeds the times to the first token are estimated with.",
+                help="Whose speeds the times to the first token are estimated with.  "
+                f"[default: {_DEFAULT_HARDWARE}]",
             ),
             click.Option(
                 ["--model"],
                 metavar="MODEL",
-                help=f"{', '.join(MODELS)} or a transformers directory.  [default: llama-3.1-8b]",
+                help=f"{', '.join(MODELS)} or a transformers directory.  "
+                f"[default: {_DEFAULT_MODEL}]",
             ),
             click.Option(
                 ["--model-bytes-per-token"],

@@ -20,9 +20,7 @@ def check_picture(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise click.ClickException(
-            "--plot needs matplotlib: pip install 'tiered-kvstore[plot]'"
-        ) from None
+        raise click.ClickException("--plot needs matplotlib: pip install matplotlib") from None
 
 
 def draw(plan: Plan, hardware: HardwareProfile, path: Path, title: str) -> None:

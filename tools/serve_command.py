@@ -23,7 +23,7 @@ def _serve(
     **parameters: Any,
 ) -> int:
     if not all(importlib.util.find_spec(name) for name in ("fastapi", "uvicorn")):
-        raise ConfigError("serve needs FastAPI and uvicorn: pip install 'tiered-kvstore[serve]'")
+        raise ConfigError("serve needs FastAPI and uvicorn: pip install fastapi uvicorn")
     if api_key is not None and not api_key.strip():
         raise ConfigError("--api-key: it is empty; give a key, or leave it out")
 

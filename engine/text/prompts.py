@@ -16,6 +16,8 @@ from kvstore.errors import ConfigError
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
 
 class PromptReader:
     """Reads prompts for one model. ``tokenizer`` is None where the engine has none. Any thread."""
@@ -36,6 +38,8 @@ class PromptReader:
         """A prompt's text, None when it came without, and its token ids."""
         if isinstance(prompt, Mapping):
             content = [prompt[name] for name in prompt if name != "cache_salt"]
+            if {"role", "content"} <= set(prompt):
+                raise ConfigError("a prompt is no message: messages are for chat()")
             if set(prompt) - {"cache_salt"} not in ({"prompt"}, {"prompt_token_ids"}):
                 raise ConfigError(
                     'a prompt dictionary has one key, "prompt" or "prompt_token_ids", and perhaps '
@@ -60,6 +64,11 @@ class PromptReader:
     def read_messages(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, up to where the model's next message begins."""
         tokenizer = self.need_tokenizer("chat()")
+        if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
+            raise ConfigError(
+                "chat() takes a list of messages, "
+                f'[{{"role": "user", "content": …}}], got {messages!r}'
+            )
         conversation = [as_message(message) for message in messages]
         if not conversation:
             raise ConfigError("the conversation has no messages")
@@ -123,6 +132,12 @@ def refuse_adapter(lora_request: object) -> None:
         )
 
 
+def are_messages(given: Any) -> bool:
+    """Whether it is one conversation: not a text, nor a list of token ids or of conversations."""
+    is_list = isinstance(given, Sequence) and not isinstance(given, str)
+    return is_list and bool(given) and isinstance(given[0], Mapping)
+
+
 def as_message(message: Any) -> dict[str, str]:
     """A message with text content; vLLM's list of text parts is joined."""
     problem = ConfigError(
@@ -140,7 +155,8 @@ def as_message(message: Any) -> dict[str, str]:
         content = "\n".join(parts)
     if not isinstance(content, str) or not isinstance(message["role"], str):
         raise problem
-    check_text(message["role"])
+    if message["role"] not in _ROLES:  # which a template would print, whatever it is
+        raise ConfigError(f"role: expected {', '.join(_ROLES)}, got {message['role']!r}")
     check_text(content)
     return {**message, "content": content}
 

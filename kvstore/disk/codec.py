@@ -42,7 +42,7 @@ class PlanesZstd:
             self._zstd: Any = importlib.import_module("zstandard")
         except ImportError:
             raise ConfigError(
-                "codec 'planes-zstd' needs zstandard: pip install 'tiered-kvstore[codecs]'"
+                "codec 'planes-zstd' needs zstandard: pip install zstandard"
             ) from None
         self._level = level
 

@@ -61,12 +61,15 @@ def test_it_is_aborted_by_itself_by_its_id_and_by_leaving_its_stream(llm):
         waiting = asyncio.create_task(one.result())
         await asyncio.sleep(0)
         waiting.cancel()  # which leaves the answer alone
-        async for _ in four:
-            break
+        async with four:
+            async for _ in four:
+                break
+        async with await llm.start("Once upon", LONG) as five:
+            pass
         assert not one.is_finished
         await one.abort()
         await llm.abort(["a", "b", "unknown"])
-        results = [await each.result() for each in (one, two, three, four)]
-        assert [output.outputs[0].finish_reason for output in results] == ["abort"] * 4
+        results = [await each.result() for each in (one, two, three, four, five)]
+        assert [output.outputs[0].finish_reason for output in results] == ["abort"] * 5
 
     asyncio.run(main())

@@ -43,6 +43,13 @@ def test_many_answers_at_once_are_those_of_the_blocking_front(llm):
     assert asyncio.run(main()) == (expected, expected)
 
 
+def test_messages_are_answered_as_a_whole(llm):
+    messages = [{"role": "user", "content": "Hello"}]
+    (expected,) = llm._llm.chat(messages, SHORT)
+    output = asyncio.run(llm.answer(messages, SHORT))
+    assert output.outputs[0].text == expected.outputs[0].text
+
+
 def test_chat_streams_the_next_message(llm):
     messages = [{"role": "user", "content": "Hello"}]
     (expected,) = llm._llm.chat(messages, SHORT)

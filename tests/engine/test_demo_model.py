@@ -122,6 +122,15 @@ def test_chat_answers_a_conversation(demo_llm):
     for wrong in ([{"rol": "user"}], [{"role": "user", "content": 5}], ["hello"]):
         with pytest.raises(ConfigError, match="a message is a dictionary"):
             demo_llm.chat([wrong], GREEDY)
+    for wrong, problem in (
+        ("Hello", r"^chat\(\) takes a list of messages, .* got 'Hello'"),
+        (messages[0], r"^chat\(\) takes a list of messages"),
+        ([{**messages[0], "role": "robot"}], r"^role: expected system, .* got 'robot'"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            demo_llm.chat(wrong, GREEDY)
+    with pytest.raises(ConfigError, match=r"messages are for chat\(\)"):
+        demo_llm.generate(messages, GREEDY)
     assert output.outputs[0].token_ids == again.outputs[0].token_ids
     assert output.outputs[0].text.strip()
 

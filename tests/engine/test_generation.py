@@ -201,6 +201,26 @@ def test_who_stops_reading_an_answer_aborts_it(llm, tiny_prompts):
     assert other.result(60).finished
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_end_of_a_with_block_aborts_what_is_not_finished(llm, hold_first, tiny_prompts, stream):
+    with llm.start(tiny_prompts[2][:50], GREEDY, stream=stream) as generation:
+        whole = generation.result(60)
+    assert generation.result(60) == whole
+    assert whole.outputs[0].finish_reason == "length"
+    hold_first(llm)
+    with llm.start(tiny_prompts[2][:50], LONG, stream=stream) as generation:
+        pass
+    assert generation.result(60).outputs[0].finish_reason == "abort"
+
+
+def test_a_result_that_is_not_there_in_time_says_so(llm, hold_first, tiny_prompts):
+    hold_first(llm)
+    generation = llm.start(tiny_prompts[2][:50], LONG)
+    with pytest.raises(TimeoutError, match=r"^no answer within 0 s: it goes on"):
+        generation.result(0)
+    generation.abort()
+
+
 def test_an_answer_can_be_aborted_by_its_id(llm, hold_first, tiny_prompts):
     hold_first(llm)
     first = llm.start(tiny_prompts[0], LONG, request_id="mine")

@@ -12,7 +12,7 @@ from tools.commands import run
 def test_without_the_extra_it_says_what_to_install(missing, monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, missing, None)
     assert run(["serve", "--cache-dir", str(tmp_path / "cache")]) == 2
-    assert "pip install 'tiered-kvstore[serve]'" in capsys.readouterr().err
+    assert "pip install fastapi uvicorn" in capsys.readouterr().err
     assert not (tmp_path / "cache").exists()
 
 

@@ -33,6 +33,13 @@ def listed(run, cache, *options) -> list[dict]:
     return json.loads(run("inspect", cache, "--pins", "--json", *options).stdout)["pins"]
 
 
+def test_without_pins_it_says_so(run, cache, blocks):
+    with DiskStore.open(cache):
+        pass
+    result = run("inspect", cache, "--pins")
+    assert (result.stdout, result.stderr) == ("", f"kvstore: {cache} has no pins\n")
+
+
 def test_pins_are_listed_with_what_they_protect_and_how_long(run, cache, pins):
     rows = listed(run, cache)
     assert [row["key"] for row in rows] == pins
