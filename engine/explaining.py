@@ -31,6 +31,8 @@ def explain_prompt(
     core.wait_for(lambda: lookup.is_ready)
     decision = core.call(lambda: store.weigh(lookup))
     siblings = core.call(lambda: store.continuations(lookup))
+    is_whole = len(lookup.sources) == len(lookup.keys)
+    other_salts = [] if is_whole else core.call(lambda: store.under_other_salts(lookup))
     size = store.layout.block_size
     asked = Asked(
         token_ids=token_ids,
@@ -39,6 +41,7 @@ def explain_prompt(
         salt=salt,
         num_known=len(lookup.sources),
         siblings=siblings,
+        other_salts=other_salts,
     )
     tiers = {tier.value: size * lookup.sources.count(tier) for tier in TierName}
     decode = None

@@ -16,7 +16,7 @@ class Backing:
 
     tier          None where there is none, or none any more
     why_off       why there is none although one was asked for; empty otherwise
-    is_searched   lookups ask it
+    is_searched   requests ask it: what it has may be loaded
     is_written    it takes blocks: what it does not hold is dirty
     is_read_only  it is there, and takes none
     """

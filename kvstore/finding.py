@@ -7,7 +7,8 @@ from kvstore.backing import Backing
 from kvstore.block import TierName
 from kvstore.costs.cost import LoadDecision
 from kvstore.errors import KVStoreError
-from kvstore.lease import Lookup, LookupState
+from kvstore.hashing import chain_blocks
+from kvstore.lease import Lookup, LookupState, OtherSalt
 from kvstore.matching import Matcher
 from kvstore.memory import Memory
 from kvstore.transfer import Probed, TransferLoop
@@ -45,7 +46,10 @@ class Finder:
         lookup = self._matcher.prefix(tokens[: max(0, most) * 4], salt, is_counted=is_counted)
         lookup.num_tokens = num_tokens
         start, end = len(lookup.sources), len(lookup.keys)
-        if start < end and self._backing.is_searched:
+        has_disk = self._backing.tier is not None
+        # Whoever only looks wants to know all; a request that loads nothing need not wait.
+        lookup.skips_disk = has_disk and is_counted and not self._backing.is_searched
+        if start < end and has_disk and not lookup.skips_disk:
             lookup.state = LookupState.PROBING
             refs = [lookup.ref(i) for i in range(start, end)]
             self._transfer.probe(
@@ -71,6 +75,19 @@ class Finder:
         index = self._index
         children = index.children(lookup.parent(len(lookup.sources)))
         return [(index.key[slot], index.tokens[slot]) for slot in islice(children, _MOST_SHOWN)]
+
+    def under_other_salts(self, lookup: Lookup) -> list[OtherSalt]:
+        """See ``BlockStore.under_other_salts``."""
+        if not lookup.runs:
+            return []
+        index, first = self._index, lookup.runs[0]
+        found = []
+        for slot in [slot for slot in index.used_slots() if index.tokens[slot] == first]:
+            if index.depth[slot] == 0 and index.salt[slot] != lookup.salt:
+                seed = index.parent_key[slot]
+                keys, runs = chain_blocks(seed, b"".join(lookup.runs), len(first))
+                found.append(OtherSalt(index.salt[slot], seed, len(index.match(keys, runs))))
+        return found
 
     def _end_probe(self, lookup: Lookup, found: Probed | KVStoreError) -> None:
         if isinstance(found, KVStoreError):

@@ -31,6 +31,7 @@ class Lookup:
     num_tokens     of the whole prompt
     decision       how much of the prefix is loaded and how much computed, once that is known
     has_probed     whether a slow tier was tried for this request
+    skips_disk     whether there is a disk that is not asked, since nothing is loaded from it
     """
 
     keys: Sequence[bytes]
@@ -48,6 +49,7 @@ class Lookup:
     sources: list[TierName] = field(default_factory=list)
     decision: LoadDecision | None = None
     has_probed: bool = False
+    skips_disk: bool = False
 
     @property
     def is_ready(self) -> bool:
@@ -69,6 +71,19 @@ class PartialMatch:
     slot: int  # NONE for one that only disk holds
     tier: TierName
     num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class OtherSalt:
+    """What a cache holds of a prefix under another salt, of which only the digest is known.
+
+    seed         parent of its first block
+    num_blocks   that memory holds, from the first on
+    """
+
+    salt: bytes
+    seed: bytes
+    num_blocks: int = 0
 
 
 @dataclass(slots=True, eq=False)

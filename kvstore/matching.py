@@ -152,7 +152,7 @@ class Matcher:
         if len(wanted) // 4 < self._min_partial:
             return None
         assert lookup.decision is not None
-        may_load = lookup.decision.reason in _LOADS_ALL
+        may_load = lookup.decision.reason in _LOADS_ALL and self._cost.policy != "never"
         index, parent = self._index, lookup.parent(num_cached)
         best: PartialMatch | None = None
         for slot in islice(index.children(parent), _MOST_SIBLINGS):
@@ -221,6 +221,7 @@ class Matcher:
                 queued_bytes=queued,
                 # The few blocks of a probe would be less than can be reused.
                 may_probe=not lookup.has_probed and self._unit == 1,
+                skips_disk=lookup.skips_disk and num_blocks < len(lookup.keys),
             )
         return lookup.decision.cut_blocks
 

@@ -30,7 +30,7 @@ from kvstore.eviction import Evictor
 from kvstore.finding import Finder
 from kvstore.forgetting import Forgetting
 from kvstore.index import BlockIndex
-from kvstore.lease import Lease, Lookup, LookupState, Pin
+from kvstore.lease import Lease, Lookup, LookupState, OtherSalt, Pin
 from kvstore.leasing import Leasing
 from kvstore.matching import Matcher
 from kvstore.memory import Memory
@@ -258,6 +258,10 @@ class BlockStore:
     def continuations(self, lookup: Lookup) -> list[tuple[bytes, bytes]]:
         """Key and tokens of blocks in memory that continue the known part of a prefix."""
         return self._finder.continuations(lookup)
+
+    def under_other_salts(self, lookup: Lookup) -> list[OtherSalt]:
+        """What memory holds of a prefix under salts that are not its own. O(blocks in memory)."""
+        return self._finder.under_other_salts(lookup)
 
     def num_reusable_blocks(self, lookup: Lookup) -> int:
         """Blocks at the front of the prefix that ``reserve`` would find now."""

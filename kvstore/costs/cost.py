@@ -289,16 +289,19 @@ class CostModel:
         block_bytes: int,
         queued_bytes: Mapping[TierName, int] | None = None,
         may_probe: bool = True,
+        skips_disk: bool = False,
     ) -> LoadDecision:
         """Where to cut a prefix whose blocks are found in ``sources``.
 
         ``queued_bytes`` are waited for before a load from their tier begins. A request that has
-        followed a ``PROBE`` asks again, without ``may_probe``.
+        followed a ``PROBE`` asks again, without ``may_probe``. With ``skips_disk`` disk was not
+        asked, and may have more.
         """
         num_blocks = len(sources)
         runs = [(tier, len(list(run))) for tier, run in groupby(sources)]
         if all(tier is TierName.DEVICE for tier, _ in runs):
-            return LoadDecision(num_blocks, num_blocks, LoadReason.NOTHING_TO_LOAD)
+            reason = LoadReason.NEVER if skips_disk else LoadReason.NOTHING_TO_LOAD
+            return LoadDecision(num_blocks, num_blocks, reason)
         if self.policy == "never":
             return LoadDecision(0, num_blocks, LoadReason.NEVER)
 

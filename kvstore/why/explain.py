@@ -21,6 +21,7 @@ from kvstore.hashing import (
     num_equal_tokens,
     salt_digest,
 )
+from kvstore.lease import OtherSalt
 from kvstore.why.dates import find_dates
 from kvstore.why.explanation import DEPARTED, Asked, Cause, Difference, Elsewhere, Explanation
 
@@ -212,18 +213,19 @@ def differing_fields(
 
 def _other_salts(browser: Browser, asked: Asked, match: _Match) -> Iterable[Elsewhere]:
     ours = salt_digest(asked.salt)
-    if not match.runs or not browser.salts(match.namespace) - {ours}:
-        return
-    for record in browser.beginnings(match.namespace, match.runs[0]):
-        if record.salt == ours:
-            continue
+    others = {other.salt: other for other in asked.other_salts}
+    if match.runs and browser.salts(match.namespace) - {ours, *others}:
+        for record in browser.beginnings(match.namespace, match.runs[0]):
+            if record.salt != ours:
+                others.setdefault(record.salt, OtherSalt(record.salt, record.parent))
+    for other in others.values():
         tokens = b"".join(match.runs)
-        keys, runs = chain_blocks(record.parent, tokens, 4 * match.block_size)
-        num_found = browser.follow(keys, runs).num_found
+        keys, runs = chain_blocks(other.seed, tokens, 4 * match.block_size)
+        num_found = browser.follow(keys, runs, other.num_blocks).num_found
         yield Elsewhere(
             namespace=match.namespace.hex(),
             model=asked.model,
-            salt=record.salt.hex(),
+            salt=other.salt.hex(),
             fields={},
             cached_tokens=num_found * match.block_size,
         )

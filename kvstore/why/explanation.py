@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import Any
 
 from kvstore.disk.departures import Departure
+from kvstore.lease import OtherSalt
 
 
 class Cause(StrEnum):
@@ -43,6 +44,7 @@ class Asked:
     salt         as the request gives it
     num_known    blocks at the front that are known to be there, because memory holds them
     siblings     (key, tokens) of blocks that continue the last of them in memory
+    other_salts  under which memory holds the beginning of the prompt
     """
 
     token_ids: Sequence[int]
@@ -51,6 +53,7 @@ class Asked:
     salt: str = ""
     num_known: int = 0
     siblings: Sequence[tuple[bytes, bytes]] = ()
+    other_salts: Sequence[OtherSalt] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,10 +69,16 @@ def test_explaining_changes_no_statistics(llm):
     assert after.load_decisions == before.load_decisions
 
 
-def test_other_salts_and_wrong_prompts(llm):
-    llm.generate(TEXT, ONE)
-    llm.flush()
-    assert llm.explain(TEXT, cache_salt="tenant").cause is Cause.OTHER_SALT
+def test_other_salts_are_found_in_memory_and_on_disk(llm):
+    llm.generate("In memory: " + TEXT, ONE)
+    for _ in range(2):
+        found = llm.explain("In memory: " + TEXT, cache_salt="tenant")
+        assert found.cause is Cause.OTHER_SALT
+        assert found.elsewhere[0].cached_tokens == found.prompt_blocks * 16
+        llm.reset_prefix_cache("device")
+
+
+def test_wrong_prompts_are_refused(llm):
     with pytest.raises(ConfigError, match="token ids"):
         llm.explain(["words"])
 
@@ -92,6 +98,26 @@ def test_without_a_disk_what_is_gone_is_gone(make_llm):
     assert llm.explain(list(range(3, 60))).cause is Cause.UNKNOWN
     llm.generate([list(range(3, 60))], ONE)
     assert llm.explain(list(range(3, 60))).cause is Cause.CACHED
+    found = llm.explain(list(range(3, 60)), cache_salt="tenant")
+    assert (found.cause, found.cached_tokens) == (Cause.OTHER_SALT, 0)
+    assert llm.explain(list(range(4, 60)), cache_salt="tenant").cause is Cause.UNKNOWN
+
+
+def test_a_policy_to_load_nothing_is_the_cause_and_the_reason(make_llm, tmp_path):
+    prompt = list(range(3, 60))
+    llm = make_llm(disk_cache=tmp_path / "cache", load_policy="never")
+    llm.generate([prompt], ONE)
+    llm.flush()
+    (output,) = llm.generate([prompt], ONE)
+    assert output.metrics.load_decision.reason is LoadReason.NOTHING_TO_LOAD
+    llm.reset_prefix_cache("device")
+    assert llm.explain(prompt[::-1]).load["reason"] == "nothing_to_load"
+    found = llm.explain(prompt)
+    assert (found.cause, found.load["reason"]) == (Cause.LOAD_POLICY, "never")
+    assert found.tiers["disk"] == found.prompt_blocks * 16
+    (output,) = llm.generate([prompt], ONE)
+    assert output.metrics.load_decision.reason is LoadReason.NEVER
+    assert output.num_cached_tokens == 0
 
 
 def test_an_engine_publishes_how_it_is_doing(llm, home):

@@ -58,6 +58,16 @@ def test_a_head_comes_from_host(make_engine):
     assert reuse(engine, [*A, 5, 6, 9, 9, *END]) == {"host": 6}
 
 
+def test_a_policy_to_load_nothing_takes_no_head_from_a_slower_tier(make_engine):
+    config = StoreConfig(min_partial_tokens=1, load_policy="never")
+    engine = make_engine(8, host_blocks=8, config=config)
+    engine.run(A + B + END)
+    for other in FILL:
+        engine.run(other + END)
+    engine.run(A + END)  # computed again: A is on the device, and what continues it on the host
+    assert reuse(engine, [*A, 5, 6, 9, 9, *END]) == {"device": 4}
+
+
 @pytest.mark.parametrize(("middle", "from_disk"), [([5, 6, 9, 9], 6), ([5, 9, 9, 9], 4)])
 def test_a_head_is_read_from_disk_when_it_saves_half_a_block(make_engine, middle, from_disk):
     engine = make_engine(disk=MemoryDisk(), config=StoreConfig(min_partial_tokens=1))
