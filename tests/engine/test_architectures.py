@@ -37,7 +37,7 @@ def test_answers_equal_transformers_cold_and_from_every_tier(name, tmp_path):
         (output,) = llm.generate([prompt], EVERY_LOGPROB)
         found = {tier: count for tier, count in output.metrics.cached_tokens.items() if count}
         assert found == ({served_from: CACHED} if served_from else {})
-        eager.assert_answer(prompt, output.outputs[0])
+        assert eager.assert_answer(prompt, output.outputs[0])
         answers.append(output.outputs[0].token_ids)
 
     settings = {

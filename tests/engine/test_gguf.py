@@ -86,5 +86,5 @@ def test_a_gguf_file_answers_as_the_model_it_was_made_of(name, tmp_path):
         prompt = tokens(45, 3)
         for _ in range(2):
             (output,) = llm.generate([prompt], EVERY_LOGPROB)
-            Eager(network, 96).assert_answer(prompt, output.outputs[0])
+            assert Eager(network, 96).assert_answer(prompt, output.outputs[0])
         assert output.num_cached_tokens == len(prompt) - 1
