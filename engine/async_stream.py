@@ -2,13 +2,14 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
 
 from engine.outputs import RequestOutput
 from engine.scheduling.request import Request
-from engine.stream import Deltas, StreamsRequests
+from engine.stream import ONE_READER, Deltas, StreamsRequests
+from kvstore.errors import ConfigError
 
 
 class AsyncOutputStream(AsyncIterator[RequestOutput]):
@@ -28,9 +29,16 @@ class AsyncOutputStream(AsyncIterator[RequestOutput]):
         self._news = asyncio.Event()
         self._deltas: Deltas | None = None
         self._is_closed = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_being_read = False
 
     async def open(self) -> "AsyncOutputStream":
-        """Submit now. Raises what is wrong with the requests."""
+        """Submit now. Raises what is wrong with the requests, and what reading does."""
+        with self._reading():
+            await self._open()
+        return self
+
+    async def _open(self) -> None:
         submit, self._submit = self._submit, None
         if submit is not None:
             requests = await submit()
@@ -39,24 +47,38 @@ class AsyncOutputStream(AsyncIterator[RequestOutput]):
             self._deltas = Deltas(self._core, requests, wake)
             if self._is_closed:  # meanwhile, by another task
                 self.close()
-        return self
 
     def __aiter__(self) -> "AsyncOutputStream":
         return self
 
     async def __anext__(self) -> RequestOutput:
-        try:
-            await self.open()
+        """Raises ``ConfigError`` where another task is reading, or it was begun on another loop;
+        who reads it there goes on."""
+        with self._reading():
+            await self._open()
             while self._deltas is not None and not self._deltas.is_over:
                 delta = self._deltas.take()
                 if delta is not None:
                     return delta
                 await self._news.wait()
                 self._news.clear()
+        raise StopAsyncIteration
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        if self._loop not in (None, loop):
+            raise ConfigError("this stream was begun on another event loop: read it there")
+        if self._is_being_read:
+            raise ConfigError(ONE_READER)
+        self._loop, self._is_being_read = loop, True
+        try:
+            yield
         except BaseException:  # what ended a request, or the reader's cancellation
             self.close()
             raise
-        raise StopAsyncIteration
+        finally:
+            self._is_being_read = False
 
     def close(self) -> None:
         """Abort what is not finished; the iteration ends. Does not wait; calling it again does

@@ -194,7 +194,11 @@ class EngineCore:
 
     def _post(self, command: Callable[[], None], result: "Future[Any]") -> None:
         if os.getpid() != self._pid:
-            raise StoreClosedError("the engine belongs to the process that made it: make one here")
+            # One made here would hang: torch's threads do not survive fork().
+            raise StoreClosedError(
+                "the engine belongs to the process that made it: start this process with "
+                'multiprocessing\'s "spawn", not fork(), and make one in it'
+            )
         with self._wake:
             if self._closing:
                 raise self._closed_error()

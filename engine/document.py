@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Literal, overload
 
 from engine.outputs import RequestOutput
@@ -11,7 +12,7 @@ from engine.scheduling.request import Request
 from engine.stream import OutputStream, Stream
 from engine.text.document_prompt import DocumentPrompt
 from kvstore.block import TierName
-from kvstore.errors import KVStoreError, StoreClosedError
+from kvstore.errors import BlockMissingError, KVStoreError, StoreClosedError
 from kvstore.hashing import encode_tokens
 from kvstore.lease import Lookup, Pin
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from engine.scheduling.sequence import CacheOptions
 
 _TRANSFERS_S = 5.0  # that ``evict`` waits for transfers to end
+_MOST_READINGS = 5  # of a document that others evict before it is pinned
 
 _DEFAULT_PARAMS = SamplingParams(temperature=0.0, max_tokens=128)
 
@@ -59,9 +61,8 @@ class Document:
         manager. Raises ``CapacityError`` when pins would take more than half of the slowest memory
         tier, or of the disk, ``ConfigError`` when nothing persists because there is no disk tier.
         """
-        self.prefill()
-        core, lookup = self._llm._core, self._lookup()
-        pin = core.call(lambda: core.store.pin(lookup, persist=persist, ttl_s=ttl))
+        core = self._llm._core
+        pin = self._hold(persist=persist, ttl=ttl)
         core.wait_for(lambda: pin.is_settled)
         if pin.error is not None:
             raise pin.error
@@ -79,6 +80,19 @@ class Document:
         if not persist and ttl is None:
             self._held.append(held)
         return held
+
+    def _hold(self, *, persist: bool, ttl: float | None) -> Pin:
+        """Others may evict what has been read before it is pinned: then it is read again."""
+        core = self._llm._core
+        for tries_left in reversed(range(_MOST_READINGS)):
+            self.prefill()
+            lookup = self._lookup()
+            try:
+                return core.call(partial(core.store.pin, lookup, persist=persist, ttl_s=ttl))
+            except BlockMissingError:
+                if not tries_left:
+                    raise
+        raise AssertionError("the last try returns or raises")
 
     def unpin(self) -> bool:
         """Release every pin of this object, and the document's pin on disk, whichever process set

@@ -14,9 +14,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 from engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from kvstore.errors import ConfigError
 
 if TYPE_CHECKING:
     from engine.scheduling.request import Request
+
+
+ONE_READER = "this stream has a reader already: let that one hand on what it reads"
 
 
 class Listener(Protocol):
@@ -182,6 +186,7 @@ class OutputStream(Iterator[RequestOutput]):
         self.request_ids = [request.request_id for request in requests]
         self._core = core
         self._news = threading.Event()
+        self._reading = threading.Lock()
         self._deltas = Deltas(core, requests, self._news.set)
 
     def submit(self) -> "OutputStream":
@@ -197,6 +202,9 @@ class OutputStream(Iterator[RequestOutput]):
         return self
 
     def __next__(self) -> RequestOutput:
+        """Raises ``ConfigError`` where another thread is reading, which goes on."""
+        if not self._reading.acquire(blocking=False):
+            raise ConfigError(ONE_READER)
         try:
             while not self._deltas.is_over:
                 delta = self._deltas.take()
@@ -207,6 +215,8 @@ class OutputStream(Iterator[RequestOutput]):
         except BaseException:  # what ended a request, or Ctrl-C
             self.close()
             raise
+        finally:
+            self._reading.release()
         raise StopIteration
 
     def close(self) -> None:

@@ -13,6 +13,8 @@ class QueueStats:
     waiting_requests   accepted; none of their samples has begun to run
     held_requests      prompts of ``generate`` that are held back until there is room for them
     running_sequences  in forwards now
+    paused_requests    begun, and none of their samples runs: nobody reads their stream, or they
+                       gave up their blocks and wait for room
     refused_requests   that met a full queue, so far
     preemptions        of sequences that gave up their blocks and resumed later, so far
     requests           what they took and what became of them, so far
@@ -21,6 +23,7 @@ class QueueStats:
     waiting_requests: int
     held_requests: int
     running_sequences: int
+    paused_requests: int
     refused_requests: int
     preemptions: int
     requests: RequestStats
@@ -30,6 +33,7 @@ _FAMILIES: tuple[Family[QueueStats], ...] = (
     ("gauge", "waiting_requests", (), number("waiting_requests"), "Requests that wait to run"),
     ("gauge", "held_requests", (), number("held_requests"), "Prompts held until there is room"),
     ("gauge", "running_sequences", (), number("running_sequences"), "Sequences that run"),
+    ("gauge", "paused_requests", (), number("paused_requests"), "Begun, and not running now"),
     ("counter", "refused_requests", (), number("refused_requests"), "Met a full queue"),
     ("counter", "preemptions", (), number("preemptions"), "Gave up their blocks and resumed"),
     ("counter", "prompt_tokens", (), number("requests.prompt_tokens"), "Tokens of prompts"),

@@ -46,10 +46,17 @@ class Roster:
             waiting_requests=self._backlog.num_waiting,
             held_requests=len(self._held),
             running_sequences=len(self._scheduler.running),
+            paused_requests=self._num_paused,
             refused_requests=self._backlog.num_refused,
             preemptions=self._scheduler.num_preemptions,
             requests=self._meter.stats(),
         )
+
+    @property
+    def _num_paused(self) -> int:
+        """Requests that are neither held nor waiting, and have no sample that runs."""
+        begun = {id for id, each in self.requests.items() if each.sequences[0].times.running_at}
+        return len(begun - {each.request_id for each in self._scheduler.running})
 
     # ---- beginnings ----------------------------------------------------------------------------
 

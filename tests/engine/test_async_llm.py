@@ -216,3 +216,31 @@ def test_threads_that_encode_at_once_do_not_change_what_others_read(llm):
     for thread in threads:
         thread.join()
     assert lengths == {True: {1000}, False: {500 * len("x<|im_end|>")}}
+
+
+def test_a_second_reader_is_refused_and_the_first_reads_on(llm):
+    """It ended in silence, or took half of the answer."""
+
+    async def main():
+        stream = llm.generate("Once upon", SHORT)
+        first = asyncio.ensure_future(text_of(stream))
+        await asyncio.sleep(0)  # it has begun to open
+        with pytest.raises(ConfigError, match="has a reader already"):
+            await anext(stream)
+        return await first, (await llm.answer("Once upon", SHORT)).outputs[0].text
+
+    text, expected = asyncio.run(main())
+    assert text == expected
+
+
+def test_a_stream_is_read_on_the_loop_that_began_it(llm):
+    """A bare RuntimeError of asyncio, which ended it for the first loop, too."""
+
+    async def main():
+        stream = await llm.open("Once upon", SHORT)
+        with pytest.raises(ConfigError, match="begun on another event loop"):
+            await asyncio.to_thread(lambda: asyncio.run(stream.open()))
+        return await text_of(stream), (await llm.answer("Once upon", SHORT)).outputs[0].text
+
+    text, expected = asyncio.run(main())
+    assert text == expected

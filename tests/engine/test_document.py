@@ -14,7 +14,7 @@ import transformers
 from engine import LLM, SamplingParams
 from engine.text.document_prompt import DocumentPrompt, template_parts
 from engine.text.prompts import PromptReader
-from kvstore.errors import ConfigError
+from kvstore.errors import BlockMissingError, ConfigError
 
 BLOCK = 16
 SHORT = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
@@ -339,3 +339,27 @@ def test_without_a_terminal_nothing_is_shown(llm, capfd):
     llm.generate(["one", "two"], SHORT)
     llm.document("A longer document, without a terminal. " * 8)
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_document_that_others_evict_before_it_is_pinned_is_read_again(llm, monkeypatch):
+    document = llm.document("Evicted between reading and pinning. " * 3)
+    look_up, num_left = document._lookup, 2
+
+    def evict_after_reading():
+        nonlocal num_left
+        if num_left:
+            num_left -= 1
+            monkeypatch.setattr(document, "_lookup", look_up)
+            document.evict()
+            monkeypatch.setattr(document, "_lookup", evict_after_reading)
+        return look_up()
+
+    monkeypatch.setattr(document, "_lookup", evict_after_reading)
+    with document.pin(persist=True) as pin:
+        assert pin.num_blocks == whole_blocks(document) // BLOCK
+    assert num_left == 0
+    num_left = 100
+    with pytest.raises(BlockMissingError):
+        document.pin(persist=True)
+    monkeypatch.undo()
+    document.evict()

@@ -526,7 +526,9 @@ def test_a_forked_child_is_refused_and_may_exit(make_llm, tiny_prompts):
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
-        assert b"belongs to the process that made it" in pipe.read()
+        told = pipe.read()
+        assert b"belongs to the process that made it" in told
+        assert b'"spawn"' in told
     assert os.waitpid(child, 0)[1] == 0
     assert llm.generate([tiny_prompts[0]], GREEDY)[0].finished
 

@@ -1,6 +1,9 @@
 """Answers as they come: concatenated deltas are the answer, and slow readers stop nobody."""
 
 import gc
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import transformers
@@ -145,6 +148,21 @@ def test_the_first_delta_has_the_logprobs_of_the_prompt(llm):
     assert [delta.prompt_logprobs for delta in others] == [None] * len(others)
 
 
+def test_a_second_thread_that_reads_is_refused_and_the_first_reads_on(llm):
+    expected = llm.generate("Once upon a time", LONG)
+    may_go_on = threading.Event()
+    llm._core.post(may_go_on.wait)
+    stream = llm.generate("Once upon a time", LONG, stream=True)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(list, stream)
+        while not stream._reading.locked():
+            time.sleep(0.01)
+        with pytest.raises(ConfigError, match="has a reader already"):
+            next(stream)
+        may_go_on.set()
+        assert joined(first.result(60)) == whole(expected)
+
+
 def test_closing_a_stream_aborts_its_request(llm):
     with llm.generate("Once upon a time", LONG, stream=True) as stream:
         next(stream)
@@ -203,9 +221,13 @@ def test_as_many_unread_streams_as_may_run_leave_room_for_others(text_model, few
         streams = [llm.generate("unread", LONG, stream=True) for _ in range(3)]
         scheduler = llm._core.scheduler
         assert llm._core.wait_for(lambda: len(scheduler.paused) == 3, timeout=60)
+        stats = llm.queue_stats()
+        assert (stats.paused_requests, stats.waiting_requests, stats.held_requests) == (3, 0, 0)
+        assert "kvstore_paused_requests 3.0" in llm.metrics_text()
         assert llm.generate("read", SamplingParams(max_tokens=3))[0].finished
         for stream in streams:
             assert sum(len(delta.outputs[0].token_ids) for delta in stream) == 60
+        assert llm.queue_stats().paused_requests == 0
 
 
 def test_an_error_reaches_the_reader_after_what_came_before(llm, monkeypatch):
