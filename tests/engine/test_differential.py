@@ -331,7 +331,8 @@ def run_workload(seed: int) -> Counter[str]:
 def run_workloads(first: int, count: int) -> Counter[str]:
     torch.set_num_threads(1)
     seen = sum((run_workload(seed) for seed in range(first, first + count)), Counter[str]())
-    assert seen["ties of experts"] <= 1 + seen["answers"] // 1000
+    # A document with one makes a tie of every answer about it, so they come in dozens.
+    assert seen["ties of experts"] <= 20 + seen["answers"] // 1000
     return seen
 
 
