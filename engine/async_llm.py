@@ -17,6 +17,7 @@ from engine.async_document import AsyncDocument
 from engine.async_generation import AsyncGeneration
 from engine.async_session import AsyncSession
 from engine.async_stream import AsyncOutputStream
+from engine.config import EngineConfig
 from engine.generation import Generation
 from engine.llm import LLM
 from engine.outputs import RequestOutput
@@ -56,6 +57,10 @@ class AsyncLLM:
     @property
     def max_model_len(self) -> int:
         return self._llm.max_model_len
+
+    @property
+    def config(self) -> EngineConfig:
+        return self._llm.config
 
     # ---- answers -------------------------------------------------------------------------------
 

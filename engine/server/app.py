@@ -18,6 +18,7 @@ from engine.sampling.sampling_params import SamplingParams
 from engine.server.bodies import Body, BodyLimit, ChatBody, CompletionBody
 from engine.server.errors import ApiError, handle_errors
 from engine.server.replies import ChatReply, Reply, TextReply
+from engine.server.room import fit
 from kvstore.errors import StoreClosedError
 
 T = TypeVar("T")
@@ -33,7 +34,8 @@ def make_app(llm: AsyncLLM, *, model_name: str, api_key: str | None = None) -> F
     api_key      what they must show as a bearer token, on every path but ``/health``
     """
     app = FastAPI(title="tiered-kvstore", openapi_url=None)  # no pages that need no key
-    app.add_middleware(BodyLimit)
+    app.state.is_ending = asyncio.Event()  # whoever ends it sets this first
+    app.add_middleware(BodyLimit, is_ending=app.state.is_ending)
     handle_errors(app)
     server = _Server(llm, model_name, api_key)
     keyed = [Depends(server.check_key)]
@@ -114,8 +116,8 @@ class _Server:
         params: SamplingParams,
         body: Body,
     ) -> Response:
-        for prompt in prompts:
-            body.check_room(len(prompt), self._llm.max_model_len)
+        lens = [len(prompt) for prompt in prompts]
+        params = fit(body, params, lens, self._llm.config, self._llm.max_model_len)
         numbered = [(prompt, f"{reply.id}-{number}") for number, prompt in enumerate(prompts)]
         try:
             if body.stream:

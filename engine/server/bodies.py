@@ -3,6 +3,7 @@
 What the engine does not have is refused, not ignored, unless its value changes nothing.
 """
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.sampling.sampling_params import SamplingParams
-from engine.server.errors import ApiError
+from engine.server.errors import CLOSING, ApiError
 
 # Parameters of OpenAI that the engine does not have, with the values that change nothing (None: any
 # value: it says nothing about the answer). A null never does.
@@ -47,23 +48,41 @@ _SAMPLING = (
 
 class BodyLimit:
     """ASGI middleware: a body that is longer than any prompt is not read to its end, as it is in
-    memory whole, several times over, before anybody looks at its key."""
+    memory whole, several times over, before anybody looks at its key; nor is one that has not come
+    when the server ends, which may never come.
 
-    def __init__(self, app: ASGIApp) -> None:
+    is_ending   set when the server ends
+    """
+
+    def __init__(self, app: ASGIApp, is_ending: asyncio.Event) -> None:
         self._app = app
+        self._is_ending = is_ending
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        num_bytes = 0
+        num_bytes, is_whole = 0, False
 
         async def receive_some() -> Message:
-            nonlocal num_bytes
-            message = await receive()
+            nonlocal num_bytes, is_whole
+            message = await (receive() if is_whole else self._unless_ending(receive))
+            is_whole = not message.get("more_body", False)
             num_bytes += len(message.get("body", b""))
             if num_bytes > MAX_BODY_BYTES:
                 raise HTTPException(413, f"the body has more than {MAX_BODY_BYTES} bytes")
             return message
 
         await self._app(scope, receive_some, send)
+
+    async def _unless_ending(self, receive: Receive) -> Message:
+        receiving = asyncio.ensure_future(receive())
+        ending = asyncio.ensure_future(self._is_ending.wait())
+        try:
+            await asyncio.wait((receiving, ending), return_when=asyncio.FIRST_COMPLETED)
+            if receiving.done():
+                return receiving.result()
+            raise HTTPException(503, CLOSING)
+        finally:
+            for task in (receiving, ending):
+                task.cancel()
 
 
 class StreamOptions(BaseModel):
@@ -131,24 +150,9 @@ class Body(BaseModel):
         """Whether a stream ends with a chunk that has the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def _limit(self) -> tuple[str, int | None]:
+    def limit(self) -> tuple[str, int | None]:
         """The most tokens that the client asked for, and its name for them."""
         return "max_tokens", self.max_tokens
-
-    def check_room(self, num_prompt: int, max_model_len: int) -> None:
-        """Raises ``ApiError`` where prompt and answer may be longer than the context. A prompt that
-        alone is too long is the engine's to refuse."""
-        name, most = self._limit()
-        cut = self.truncate_prompt_tokens
-        if cut is not None:
-            num_prompt = min(num_prompt, max_model_len - 1 if cut == -1 else cut)
-        room = max_model_len - num_prompt
-        if most is not None and 0 < room < most:
-            message = (
-                f"{name}: {most} tokens behind a prompt of {num_prompt} are more than the context "
-                f"of {max_model_len}; ask for at most {room}"
-            )
-            raise ApiError(400, message, param=name, code="context_length_exceeded")
 
     def _sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         named = {name: getattr(self, name) for name in _SAMPLING}
@@ -193,11 +197,11 @@ class ChatBody(Body):
     def sampling(self) -> SamplingParams:
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs: only with logprobs=true", param="top_logprobs")
-        return self._sampling(self._limit()[1], (self.top_logprobs or 0) if self.logprobs else None)
+        return self._sampling(self.limit()[1], (self.top_logprobs or 0) if self.logprobs else None)
 
-    def _limit(self) -> tuple[str, int | None]:
+    def limit(self) -> tuple[str, int | None]:
         if self.max_completion_tokens is None:
-            return super()._limit()
+            return super().limit()
         return "max_completion_tokens", self.max_completion_tokens
 
 

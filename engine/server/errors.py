@@ -1,6 +1,7 @@
 """Errors in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}`` and a status.
 
-400  a parameter that is wrong or that the engine does not have, a prompt that is too long
+400  a parameter that is wrong or that the engine does not have, a prompt that is too long, more
+     than the server's limits ever take
 401  no API key, or another one
 404  another model, or no such path
 413  a body of more than 32 MiB
@@ -26,6 +27,8 @@ from kvstore.errors import (
 )
 
 logger = logging.getLogger(__name__)
+
+CLOSING = "the server is shutting down"
 
 _RETRY_AFTER_S = 1
 _FULL = "the server has as many requests as it can take: try again later"
@@ -65,7 +68,7 @@ class ApiError(Exception):
             full = _FULL_OF_TOKENS if is_of_tokens else _FULL
             return cls(503, full, code="overloaded")
         if isinstance(error, StoreClosedError):
-            return cls(503, "the server is shutting down", code="closed")
+            return cls(503, CLOSING, code="closed")
         if isinstance(error, KVStoreError):
             logger.error("a request failed: %s", error)
             return cls(500, str(error))
@@ -121,7 +124,8 @@ def handle_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def _(_request: Request, error: HTTPException) -> JSONResponse:
         message = "there is no such path" if error.status_code == 404 else str(error.detail)
-        return ApiError(error.status_code, message).response()
+        code = "closed" if error.status_code == 503 else None
+        return ApiError(error.status_code, message, code=code).response()
 
     for kind in (ApiError, KVStoreError):
 

@@ -29,9 +29,9 @@ def serve(
 ) -> None:
     """Serve until SIGTERM or Ctrl-C, then close ``llm``, which writes what is dirty. Blocks.
 
-    From the signal on nobody new is answered, and answers under way have ``grace_s`` seconds to
-    end by themselves; then they end where they are, as aborted ones. Raises ``KeyboardInterrupt``
-    after Ctrl-C, when everything is closed.
+    From the signal on nobody new is answered, nor who has not sent a whole request, and answers
+    under way have ``grace_s`` seconds to end by themselves; then they end where they are, as
+    aborted ones. Raises ``KeyboardInterrupt`` after Ctrl-C, when everything is closed.
     """
     app = make_app(llm, model_name=model_name, api_key=api_key)
     server = _Uvicorn(app, llm, grace_s, on_ready)
@@ -61,6 +61,7 @@ class _Uvicorn(uvicorn.Server):
                 timeout_graceful_shutdown=int(grace_s + _STUCK_S + 1),
             )
         )
+        self._is_ending: asyncio.Event = app.state.is_ending
         self._llm = llm
         self._grace_s = grace_s
         self._on_ready = on_ready
@@ -70,6 +71,7 @@ class _Uvicorn(uvicorn.Server):
         self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._is_ending.set()
         ending = asyncio.create_task(self._end_answers())
         try:
             await super().shutdown(sockets)

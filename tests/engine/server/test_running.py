@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -52,12 +53,22 @@ def read_line(process: subprocess.Popen) -> str:
     return process.stdout.readline()
 
 
-def test_sigterm_ends_streams_and_the_next_start_finds_what_was_read(text_model, tmp_path):
+def test_sigterm_ends_what_is_under_way_and_the_next_start_finds_what_was_read(
+    text_model, tmp_path
+):
     with serving(text_model, tmp_path / "cache") as (process, client):
         long = {"max_tokens": 460, "extra_body": {"ignore_eos": True}}
         stream = client.completions.create(stream=True, **GREEDY, **long)
         next(stream)
+        half_sent = socket.create_connection((client.base_url.host, client.base_url.port))
+        half_sent.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n")
+        half_sent.sendall(b"Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n")
+        assert half_sent.recv(100).startswith(b"HTTP/1.1 100")  # it waits for the body
+        half_sent.sendall(b"{")
         process.send_signal(signal.SIGTERM)
+        with half_sent, half_sent.makefile("rb") as answer:
+            assert answer.readline() == b"HTTP/1.1 503 Service Unavailable\r\n"
+            assert b'"code":"closed"' in answer.read()
         ends = [chunk.choices[0].finish_reason for chunk in stream]
         assert set(ends[:-1]) == {None}
         assert ends[-1] in ("abort", "length")

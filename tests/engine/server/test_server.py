@@ -3,10 +3,12 @@
 import asyncio
 import http.client
 import json
+import re
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import openai
 import pytest
@@ -406,6 +408,49 @@ def test_a_full_queue_is_told_to_try_again(client, llm, monkeypatch, is_streamed
         client.completions.create(prompt="x", stream=is_streamed, **GREEDY)
     assert raised.value.status_code == 503
     assert raised.value.response.headers["retry-after"] == "1"
+
+
+@pytest.fixture
+def few_tokens(llm, monkeypatch):
+    """100 tokens for all requests together, 2 prompts at once."""
+    limits = {"max_num_seqs": 1, "max_num_waiting": 1, "max_total_tokens": 100}
+    monkeypatch.setattr(llm._llm, "config", replace(llm._llm.config, **limits))
+    for name in ("max_num_waiting", "max_total_tokens"):
+        monkeypatch.setattr(llm._llm._core._backlog, f"_{name}", limits[name])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("change", "param", "would_do"),
+    [
+        ({"max_tokens": 91}, "max_tokens", {"max_tokens": 90}),
+        ({"max_tokens": 46, "n": 2}, "max_tokens", {"max_tokens": 45}),
+        ({"prompt": "x" * 103}, None, {"prompt": "x" * (103 - 4)}),
+        ({"prompt": ["x"] * 3}, "prompt", {"prompt": ["x"] * 2}),
+    ],
+    ids=str,
+)
+def test_what_never_fits_is_refused_for_good_with_what_would_do(
+    server, few_tokens, change, param, would_do, stream
+):
+    """It was told to try again later."""
+    body = {"model": MODEL, "prompt": "x" * 10, "stream": stream} | change
+    status, answer = ask(server, "POST", "/v1/completions", body)
+    assert (status, answer["error"]["param"]) == (400, param)
+    (number,) = [each if isinstance(each, int) else len(each) for each in would_do.values()]
+    cut = len(body["prompt"]) - number if param is None else number
+    assert re.search(
+        rf"(ask for at most|send at most|cut at least) {cut}$", answer["error"]["message"]
+    )
+    assert ask(server, "POST", "/v1/completions", body | would_do)[0] == 200
+
+
+def test_without_a_limit_an_answer_takes_what_the_server_leaves(client, few_tokens):
+    never_ends = {"model": MODEL, "extra_body": {"ignore_eos": True}}
+    chat = client.chat.completions.create(messages=HELLO, **never_ends)
+    assert chat.usage.total_tokens == 100
+    completion = client.completions.create(prompt="x" * 90, **never_ends)
+    assert completion.usage.completion_tokens == 10
 
 
 def test_a_failed_step_is_500_and_the_next_request_is_served(server, client, llm, monkeypatch):
