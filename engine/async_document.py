@@ -10,6 +10,7 @@ from engine.document import Document
 from engine.outputs import RequestOutput
 from engine.sampling.sampling_params import SamplingParams
 from engine.scheduling.request import Request
+from kvstore.config import check_seconds
 from kvstore.errors import StoreClosedError
 from kvstore.lease import Pin
 
@@ -123,6 +124,7 @@ class AsyncDocument:
 
     async def pin(self, *, persist: bool = False, ttl: float | None = None) -> AsyncPin:
         """As ``Document.pin``: read the document if need be, and keep it from being evicted."""
+        check_seconds("ttl", ttl)
         await self.prefill()
         pin = await self._llm._in_thread(
             lambda: self._document.pin(persist=persist, ttl=ttl), undo=Pin.release

@@ -29,6 +29,7 @@ from engine.scheduling.request import Request
 from engine.scheduling.roster import Roster
 from engine.scheduling.scheduler import ScheduledSequence, Scheduler, SchedulingPolicy
 from engine.scheduling.sequence import Sequence
+from kvstore.config import check_seconds
 from kvstore.errors import KVStoreError, StoreClosedError
 from kvstore.store import BlockStore
 from kvstore.tiers.host import HostPool
@@ -162,6 +163,7 @@ class EngineCore:
 
     def wait_for(self, is_true: Callable[[], bool], timeout: float | None = None) -> bool:
         """Wait until a condition of the step thread's state holds; False when time runs out."""
+        check_seconds("timeout", timeout, may_be_zero=True)
         reached: Future[None] = Future()
         self._post(lambda: self._awaited.append((is_true, reached)), reached)
         try:

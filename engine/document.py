@@ -12,6 +12,7 @@ from engine.scheduling.request import Request
 from engine.stream import OutputStream, Stream
 from engine.text.document_prompt import DocumentPrompt
 from kvstore.block import TierName
+from kvstore.config import check_seconds
 from kvstore.errors import BlockMissingError, KVStoreError, StoreClosedError
 from kvstore.hashing import encode_tokens
 from kvstore.lease import Lookup, Pin
@@ -32,7 +33,7 @@ class Document:
     def __init__(self, llm: "LLM", prompt: DocumentPrompt, cache: "CacheOptions") -> None:
         """Raises ``ConfigError`` for a document that is too long, with the tokens to cut."""
         prompt.check_fits(llm.max_model_len)
-        self.pinned: Pin | None = None  # what ``pin`` returned last, until it is released
+        self._pinned: Pin | None = None
         self._held: list[Pin] = []  # of this process's memory
         self._llm = llm
         self._prompt = prompt
@@ -42,6 +43,13 @@ class Document:
     def num_tokens(self) -> int:
         """Tokens of the prefix that questions share, the template's included."""
         return len(self._prompt.prefix)
+
+    @property
+    def pinned(self) -> Pin | None:
+        """What ``pin`` returned last, until it is released or its time is over."""
+        if self._pinned is not None and self._pinned.has_ended:
+            self._pinned = None
+        return self._pinned
 
     def prefill(self) -> None:
         """Read the document now. Returns at once when the device holds it."""
@@ -61,6 +69,7 @@ class Document:
         manager. Raises ``CapacityError`` when pins would take more than half of the slowest memory
         tier, or of the disk, ``ConfigError`` when nothing persists because there is no disk tier.
         """
+        check_seconds("ttl", ttl)
         core = self._llm._core
         pin = self._hold(persist=persist, ttl=ttl)
         core.wait_for(lambda: pin.is_settled)
@@ -68,15 +77,15 @@ class Document:
             raise pin.error
 
         def let_go() -> None:
-            if self.pinned is held:
-                self.pinned = None
+            if self._pinned is held:
+                self._pinned = None
             with contextlib.suppress(StoreClosedError):
                 if held in self._held:
                     self._held.remove(held)
                 core.call(pin.release)
                 core.wait_for(lambda: pin.is_settled)
 
-        self.pinned = held = Pin(pin.num_blocks, let_go)
+        self._pinned = held = Pin(pin.num_blocks, let_go, has_ended=lambda: pin.has_ended)
         if not persist and ttl is None:
             self._held.append(held)
         return held
@@ -100,7 +109,7 @@ class Document:
         was_held = bool(self._held)
         for pin in self._held.copy():
             pin.release()
-        self.pinned = None
+        self._pinned = None
         return self._unpin_on_disk() or was_held
 
     def _unpin_on_disk(self) -> bool:

@@ -11,6 +11,7 @@ from engine.sampling.sampling_params import SamplingParams
 from engine.scheduling.request import Request
 from engine.scheduling.sequence import CacheOptions
 from engine.stream import OutputStream, Stream
+from kvstore.config import check_seconds
 from kvstore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class Generation:
     def result(self, timeout: float | None = None) -> RequestOutput:
         """Wait for the answer. Raises ``TimeoutError`` after ``timeout`` seconds, and what ended
         the request if that was an error. Whether a stream of it is read makes no difference."""
+        check_seconds("timeout", timeout, may_be_zero=True)
         self._run_ahead()
         try:
             return self._request.result.result(timeout)

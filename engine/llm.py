@@ -36,6 +36,7 @@ from engine.text.prompts import (
     salt_of,
 )
 from engine.text.request_maker import RequestMaker
+from kvstore.config import check_seconds
 from kvstore.reports.events import Event
 from kvstore.reports.metrics import render
 from kvstore.stats import StoreStats
@@ -345,6 +346,7 @@ class LLM:
         """Abort running requests, write what is dirty within ``timeout`` seconds, free memory.
 
         Calling it again does nothing."""
+        check_seconds("timeout", timeout, may_be_zero=True)
         is_closed_now(self)
         self._core.close(timeout)
 

@@ -62,6 +62,8 @@ def cache_home() -> Path:
         ) from None
 
 
+_MOST_SECONDS = 1e9  # some 30 years: a timeout of much more overflows the system's clocks
+
 _KINDS = {bool: "True or False", int: "an integer", float: "a number", type(None): "None"}
 
 
@@ -78,6 +80,17 @@ def check_kinds(config: Any) -> None:
         if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in kinds):
             expected = " or ".join(_KINDS[kind] for kind in kinds)
             raise ConfigError(f"{field.name}: expected {expected}, got {value!r}")
+
+
+def check_seconds(name: str, value: Any, *, may_be_zero: bool = False) -> None:
+    """Refuse an argument that is neither None nor a number of seconds above 0, or with
+    ``may_be_zero`` from 0 on. Raises ``ConfigError``."""
+    if value is None:
+        return
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not (0 < value < _MOST_SECONDS or (may_be_zero and value == 0)):
+        kind = "number of seconds from 0 on" if may_be_zero else "positive number of seconds"
+        raise ConfigError(f"{name}: expected a {kind}, got {value!r}")
 
 
 def _check_choice(config: Any, name: str, choices: tuple[str, ...]) -> None:

@@ -140,12 +140,23 @@ class Pin:
     """
 
     def __init__(
-        self, num_blocks: int, release: Callable[[], None], *, is_settled: bool = True
+        self,
+        num_blocks: int,
+        release: Callable[[], None],
+        *,
+        is_settled: bool = True,
+        has_ended: Callable[[], bool] = lambda: False,
     ) -> None:
         self.num_blocks = num_blocks
         self.is_settled = is_settled
         self.error: KVStoreError | None = None
         self._release: Callable[[], None] | None = release
+        self._has_ended = has_ended
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its time is over: it holds nothing any more, released or not."""
+        return self._has_ended()
 
     def release(self) -> None:
         """End the hold; calling it again does nothing."""
@@ -165,4 +176,6 @@ class Pin:
             state = "failed"
         elif self._release is None:
             state = "released"
+        elif self.has_ended:
+            state = "ended"
         return f"Pin(num_blocks={self.num_blocks}, {state})"

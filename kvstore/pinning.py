@@ -14,6 +14,7 @@ from itertools import takewhile
 
 from kvstore.backing import Backing
 from kvstore.block import TierName
+from kvstore.config import check_seconds
 from kvstore.disk.pins import NAMELESS
 from kvstore.errors import BlockMissingError, CapacityError, ConfigError, KVStoreError
 from kvstore.index import LOADING, NONE, VALID
@@ -31,13 +32,15 @@ _MAX_TRIES = 8  # to get all of a sequence on disk at once, while others evict t
 class _Persistence:
     """A pin on its way to disk; ``slots`` are what memory holds of its blocks.
 
-    hold    its name there, by which this one is released and no other
+    hold      its name there, by which this one is released and no other
+    ends_at   clock time when it ends, once disk is told; not later than disk has it
     """
 
     pin: Pin
     keys: Sequence[bytes]
     slots: list[int]
     ttl_s: float | None
+    ends_at: float = math.inf
     num_tries: int = 0
     is_submitted: bool = False
     is_released: bool = False
@@ -65,6 +68,7 @@ class Pinning:
         self._transfer = transfer
         self._write_behind = write_behind
         self._coming: list[_Persistence] = []
+        self._clock = memory.clock
         self.held: dict[int, int] = {}
         self.pinned: dict[int, int] = {}
 
@@ -98,8 +102,7 @@ class Pinning:
                 why = self._backing.why_off or "set disk_cache"
             raise ConfigError(f"pin: persist and ttl need a disk tier that can be written: {why}")
         assert lookup.is_ready, "the probe has not ended"
-        if ttl_s is not None and not 0 < ttl_s < math.inf:
-            raise ConfigError(f"ttl: expected a positive number of seconds, got {ttl_s}")
+        check_seconds("ttl", ttl_s)
         index = self._index
         found = [index.find(lookup.ref(i)) for i in range(len(lookup.keys))]
         missing = [
@@ -115,7 +118,12 @@ class Pinning:
             return Pin(0, lambda: None)
         slots = [slot for slot in found if self._has_bytes(slot)]
         _add(self.held, slots)
-        pin = Pin(len(found), lambda: self._release(coming), is_settled=False)
+        pin = Pin(
+            len(found),
+            lambda: self._release(coming),
+            is_settled=False,
+            has_ended=lambda: self._clock() >= coming.ends_at,
+        )
         coming = _Persistence(pin, lookup.keys, slots, ttl_s)
         self._coming.append(coming)
         self._write([slot for slot in slots if not index.is_written[slot]])
@@ -168,6 +176,8 @@ class Pinning:
             else:
                 self._settle(coming, None)
 
+        if coming.ttl_s is not None:
+            coming.ends_at = self._clock() + coming.ttl_s
         self._transfer.pin(coming.keys, coming.ttl_s, coming.hold, end)
 
     def _try_again(self, coming: _Persistence, missing: Sequence[bytes]) -> None:

@@ -12,6 +12,7 @@ from engine.sampling.sampling_params import SamplingParams
 from engine.stream import Stream
 from engine.text.detokenizer import Detokenizer
 from kvstore.block import TierName
+from kvstore.config import check_seconds
 from kvstore.costs.cost import LoadDecision
 from kvstore.errors import ConfigError
 from kvstore.hashing import encode_tokens
@@ -62,10 +63,8 @@ class CacheOptions:
         check_salt(self.salt)
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
             raise ConfigError(f"cache_priority: expected an integer, got {self.priority!r}")
-        ttl = self.priority_ttl_s
-        is_number = isinstance(ttl, int | float) and not isinstance(ttl, bool)
-        if ttl is not None and not (is_number and ttl > 0):
-            raise ConfigError(f"cache_priority_ttl_s: expected seconds above 0, got {ttl!r}")
+        if self.priority_ttl_s != math.inf:
+            check_seconds("cache_priority_ttl_s", self.priority_ttl_s)
 
 
 @dataclass(slots=True)

@@ -68,7 +68,7 @@ def summarize(path: str | Path) -> dict[str, Any]:
             try:
                 head = Head.decode(txn.get(schema.HEAD_KEY, db=env.meta) or b"")
                 namespaces = _namespaces(env, txn)
-                ended = _ended_blocks(env, txn)
+                ended = pins.ended_blocks(env, txn, time.time())
             except SealError:
                 raise TierBrokenError(
                     f"{path}: the counters are damaged; run: kvstore verify {path} --fix",
@@ -85,15 +85,6 @@ def summarize(path: str | Path) -> dict[str, Any]:
             row["pinned_blocks"] -= ended[bytes.fromhex(row["id"])]
         found["namespaces"] = namespaces
         return found
-
-
-def _ended_blocks(env: Environment, txn: Any) -> Counter[bytes]:
-    """By namespace: blocks counted as pinned although all their pins have ended."""
-    ended: Counter[bytes] = Counter()
-    for key, num_ended in pins.ended(env, txn, time.time()).items():
-        record = schema.decode_record(key, txn.get(key, db=env.index) or b"")
-        ended[record.namespace] += record.num_pins == num_ended
-    return ended
 
 
 def _namespaces(env: Environment, txn: Any) -> list[dict[str, Any]]:

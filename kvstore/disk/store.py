@@ -26,7 +26,7 @@ from kvstore.disk.codec import get_codec
 from kvstore.disk.environment import Environment, State
 from kvstore.disk.forget import own_blocks
 from kvstore.disk.ledger import Prepared
-from kvstore.disk.pins import NAMELESS
+from kvstore.disk.pins import NAMELESS, EndedPins
 from kvstore.disk.reader import Reader
 from kvstore.disk.schema import DiskEntry, Head, Record, SealError
 from kvstore.disk.slices import wait_until_open
@@ -73,6 +73,7 @@ class DiskStore:
         self._config = config
         self._is_closed = False
         self._last_head = Head(0, env.capacity_bytes, 0, 0, schema.Usage())
+        self._clock, self._ended_pins = clock, EndedPins(env)
         self._reader = Reader(env)
         space = Space(env, config, monotonic)
         self._changes = Changes(env, space, self._reader.suspects, lock_timeout_s, clock)
@@ -165,11 +166,12 @@ class DiskStore:
     def stats(self) -> DiskStats:
         """A snapshot; changes nothing."""
         env = self._env
-        head = self._last_head
+        head, num_ended = self._last_head, 0
         if not self._is_closed and env.state is State.OK:
             try:
                 with env.read() as txn:
                     head = Head.decode(txn.get(schema.HEAD_KEY, db=env.meta) or b"")
+                    num_ended = self._ended_pins.num_blocks(txn, self._clock())
                 self._last_head = head
             except (SealError, TierBrokenError, lmdb.Error):
                 head = self._last_head
@@ -182,7 +184,7 @@ class DiskStore:
             used_bytes=head.total.num_bytes,
             file_bytes=places.allocated_bytes(env.data_file),
             capacity_bytes=head.capacity_bytes,
-            pinned_blocks=head.total.num_pinned,
+            pinned_blocks=head.total.num_pinned - num_ended,
             bad_blocks=head.total.num_bad,
             corrupt=self._reader.corrupt,
             evictions=self._changes.num_evicted,

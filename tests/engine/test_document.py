@@ -234,6 +234,29 @@ def test_releasing_a_pin_leaves_what_somebody_else_holds_on_disk(llm):
     assert pinned() == 0
 
 
+def test_a_pin_whose_time_is_over_is_not_held(llm, monkeypatch):
+    document = llm.document("A document that is pinned for a while. " * 3)
+    pin = document.pin(ttl=1000)
+    assert document.pinned is pin
+    clock = llm._core.store.pinning._clock
+    monkeypatch.setattr(llm._core.store.pinning, "_clock", lambda: clock() + 1000)
+    assert document.pinned is None
+    assert repr(document).endswith(", not pinned)")
+    assert repr(pin) == f"Pin(num_blocks={pin.num_blocks}, ended)"
+    assert document.unpin()
+
+
+@pytest.mark.parametrize("ttl", ["7d", True, 0, float("nan")])
+def test_seconds_that_are_none_are_refused_before_the_document_is_read(llm, ttl):
+    document = llm.document("A document that nobody reads. " * 3, prefill=False)
+    with pytest.raises(ConfigError, match="ttl: expected a positive number of seconds, got"):
+        document.pin(ttl=ttl)
+    assert document.residency()["device"] <= BLOCK
+    for wait in (llm.flush, llm.close, llm.start("Hello", SHORT).result):
+        with pytest.raises(ConfigError, match="timeout: expected a number of seconds from 0 on"):
+            wait("5")
+
+
 def test_evict_of_a_document_that_only_disk_holds(llm):
     document = llm.document("A document that has left memory. " * 3)
     llm.reset_prefix_cache("device")

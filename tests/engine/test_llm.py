@@ -407,6 +407,7 @@ def test_sampling_params_of_another_type_are_refused(make_llm, params):
         {"cache_priority": "high"},
         {"cache_priority": 1, "cache_priority_ttl_s": "long"},
         {"cache_priority": 1, "cache_priority_ttl_s": float("nan")},
+        {"cache_priority": 1, "cache_priority_ttl_s": 10**400},
     ],
     ids=str,
 )

@@ -160,17 +160,22 @@ def test_a_pin_on_disk_survives_a_restart_and_is_released_by_another_store(make_
 
 def test_a_pin_with_a_time_ends(make_engine):
     memory = MemoryDisk(clock=FakeClock())
-    engine = make_engine(disk=memory)
+    engine = make_engine(disk=memory, clock=memory.clock)
     engine.run(document(1) + END)
-    engine.store.pin(look_up(engine, document(1)), ttl_s=5.0)
+    pin = engine.store.pin(look_up(engine, document(1)), ttl_s=5.0)
     settle(engine)
+    assert not pin.has_ended
     memory.clock.advance(4.0)
     assert engine.store.stats().tiers["disk"].pinned_blocks == 3
     memory.clock.advance(1.0)
     assert engine.store.stats().tiers["disk"].pinned_blocks == 0
+    assert (pin.has_ended, repr(pin)) == (True, "Pin(num_blocks=3, ended)")
+    pin.release()
+    settle(engine)
+    assert repr(pin) == "Pin(num_blocks=3, released)"
 
 
-@pytest.mark.parametrize("ttl_s", [0.0, -1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("ttl_s", [0.0, -1.0, float("inf"), float("nan"), "7d", True])
 def test_a_time_that_means_nothing_is_refused(make_engine, ttl_s):
     engine = make_engine(disk=MemoryDisk())
     engine.run(document(1) + END)

@@ -202,6 +202,21 @@ def test_of_two_pins_of_one_sequence_the_later_end_counts(
     assert num_present(store, refs) == (2 if is_endless else 0)
 
 
+def test_a_pin_that_has_ended_is_not_counted_although_nobody_has_written_since(
+    store: DiskStore, blocks: Blocks, clock: FakeClock
+) -> None:
+    refs = put(store, blocks, 5)
+    store.pin(keys(refs), ttl_s=10.0)
+    store.pin(keys(refs[:2]), ttl_s=20.0)
+    counts = []
+    for seconds in (9.0, 1.0, 10.0):
+        clock.now += seconds
+        counts += [store.stats().pinned_blocks] * 2
+    assert counts == [5, 5, 2, 2, 0, 0]
+    put(store, blocks, 1)  # forgets them
+    assert store.stats().pinned_blocks == 0
+
+
 ONE, OTHER = b"hold one", b"hold two"
 
 
