@@ -1,5 +1,6 @@
 """An answer under way: waited for, ended early, or continued in another direction."""
 
+import contextlib
 from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import replace
@@ -48,6 +49,13 @@ class Generation:
         traceback: TracebackType | None,
     ) -> None:
         self.abort()
+
+    def __del__(self) -> None:
+        """A stream that nobody can read any more would pause, and hold its place, for ever. One
+        that is being read is its reader's to end."""
+        with contextlib.suppress(Exception):
+            if self._request.stream is not None and not self._is_read:
+                self._llm._core.abort_nowait([self._request])
 
     def __repr__(self) -> str:
         sample = self._request.sequences[0]

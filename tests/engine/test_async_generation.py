@@ -33,6 +33,7 @@ def test_it_is_awaited_read_and_forked(llm):
         fork = await first.fork()
         streamed = await llm.start("Once upon", SHORT, stream=True)
         assert await text_of(streamed) == text
+        assert await text_of(await llm.start("Once upon", SHORT, stream=True)) == text  # not kept
         with pytest.raises(ConfigError, match="has been read"):
             await text_of(streamed)
         with pytest.raises(ConfigError, match="made without"):

@@ -188,6 +188,14 @@ def test_whoever_waits_for_an_answer_need_not_read_its_stream(llm, tiny_prompts)
     assert read + sum(len(delta.outputs[0].token_ids) for delta in reader) == long.max_tokens
 
 
+def test_a_stream_that_nobody_can_read_any_more_is_aborted(llm, tiny_prompts):
+    endless = replace(GREEDY, max_tokens=Stream.max_unread_tokens + 20)
+    dropped = llm.start(tiny_prompts[0], endless, stream=True)
+    dropped.fork(stream=True)
+    del dropped
+    assert llm._core.wait_for(lambda: not llm._core.roster.requests, timeout=60)
+
+
 def test_who_stops_reading_an_answer_aborts_it(llm, tiny_prompts):
     first = llm.start(tiny_prompts[2][:50], LONG, stream=True)
     for _ in first:
