@@ -25,7 +25,7 @@ from engine.sampling.sampling_params import SamplingParams
 from engine.scheduling.queue_stats import QueueStats, render_queue
 from engine.scheduling.request import Request
 from engine.scheduling.sequence import CacheOptions
-from engine.text.prompts import Message, Prompt, are_messages, refuse_adapter, salt_of
+from engine.text.prompts import Message, Prompt, are_messages, is_cut, refuse_adapter, salt_of
 from kvstore.reports.metrics import render
 from kvstore.stats import StoreStats
 from kvstore.why.explanation import Explanation
@@ -99,7 +99,7 @@ class AsyncLLM:
         cache = CacheOptions.of(cache_salt)
 
         def make() -> list[Request]:
-            prompt = self._llm._reader.read_messages(messages)
+            prompt = self._llm._reader.read_messages(messages, is_cut=is_cut(sampling_params))
             return [self._request(prompt, sampling_params, request_id, cache, True)]
 
         return self._stream(make)
@@ -214,13 +214,19 @@ class AsyncLLM:
         self._llm._core.abort_all_nowait()
         await self._call(lambda: None)
 
-    async def read(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt."""
-        return await self._tokenize(lambda: self._llm._reader.read(prompt)[1])
+    async def read(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> list[int]:
+        """Token ids of a prompt for these parameters, what they will cut included."""
+        cut = is_cut(sampling_params)
+        return await self._tokenize(lambda: self._llm._reader.read(prompt, is_cut=cut)[1])
 
-    async def read_messages(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation, up to where the model's next message begins."""
-        return await self._tokenize(lambda: self._llm._reader.read_messages(messages))
+    async def read_messages(
+        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
+    ) -> list[int]:
+        """The same of a conversation, up to where the model's next message begins."""
+        cut = is_cut(sampling_params)
+        return await self._tokenize(lambda: self._llm._reader.read_messages(messages, is_cut=cut))
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, special tokens left out."""

@@ -32,6 +32,7 @@ from engine.text.prompts import (
     are_messages,
     as_params,
     as_prompts,
+    is_cut,
     refuse_adapter,
     salt_of,
 )
@@ -84,7 +85,7 @@ class LLM:
         )
         self.tokenizer = self._loaded.tokenizer
         self.max_model_len = self._loaded.max_model_len
-        self._reader = PromptReader(self.tokenizer)
+        self._reader = PromptReader(self.tokenizer, self.max_model_len)
         self._requests = RequestMaker(self._loaded, self._reader, self.config.seed)
         self._core = build_core(self.config, self._loaded)
         close_at_exit(self)
@@ -198,10 +199,14 @@ class LLM:
         refuse_adapter(lora_request)
         is_one = isinstance(messages, str | Mapping) or are_messages(messages)
         conversations: Any = [messages] if is_one else messages
-        prompts = [self._reader.read_messages(conversation) for conversation in conversations]
+        params = as_params(sampling_params, len(conversations))
+        prompts = [
+            self._reader.read_messages(conversation, is_cut=is_cut(each))
+            for conversation, each in zip(conversations, params, strict=True)
+        ]
         if stream:
-            return self.generate(prompts, sampling_params, stream=True, cache_salt=cache_salt)
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, cache_salt=cache_salt)
+            return self.generate(prompts, params, stream=True, cache_salt=cache_salt)
+        return self.generate(prompts, params, use_tqdm=use_tqdm, cache_salt=cache_salt)
 
     def start(
         self,

@@ -59,7 +59,7 @@ def _answer(
     from engine.text.prompts import PromptReader
 
     def check_document(tokenizer: Any, context_len: int) -> None:
-        DocumentPrompt.of_text(PromptReader(tokenizer), text).check_fits(context_len)
+        DocumentPrompt.of_text(PromptReader(tokenizer, context_len), text).check_fits(context_len)
 
     with LLM(**settings, before_weights=check_document) as llm:
         disk = llm.stats().tiers["disk"]

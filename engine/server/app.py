@@ -93,13 +93,13 @@ class _Server:
                 each if isinstance(each, str) else await self._llm.decode(each) for each in prompts
             ]
         reply = TextReply(body.model, params.n, wants_usage=body.wants_usage, echoes=echoes)
-        read = [await self._llm.read(prompt) for prompt in prompts]
+        read = [await self._llm.read(prompt, params) for prompt in prompts]
         return await self._reply(request, reply, read, params, body)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         self._check_model(body.model)
         params = body.sampling()
-        prompt = await self._llm.read_messages(body.messages)
+        prompt = await self._llm.read_messages(body.messages, params)
         reply = ChatReply(
             body.model,
             params.n,

@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.text.chat_template import has_template, place, render, split, template_around
 from engine.text.document_file import names_a_file, read_document
-from engine.text.prompts import Message, PromptReader, as_message
+from engine.text.prompts import Message, PromptReader, as_message, check_text
 from kvstore.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -51,6 +51,8 @@ class DocumentPrompt:
         if not text.strip():
             raise ConfigError("the document is empty")
         before, between, after = template_parts(reader.need_tokenizer("a document"))
+        check_text(text)
+        reader.check_length(text, "document")
         return cls(
             reader.encode(before, is_template=True) + reader.encode(text),
             reader.encode(between, is_template=True),
@@ -65,6 +67,7 @@ class DocumentPrompt:
         conversation = [as_message(message) for message in messages]
         if not conversation:
             raise ConfigError("the document is empty: it has no messages")
+        reader.check_length("".join(each["content"] for each in conversation), "document")
         tokenizer = reader.need_tokenizer("a document")
         if not has_template(tokenizer):
             raise ConfigError("messages need a model with a chat template; give the text instead")

@@ -6,24 +6,33 @@ Everything wrong with it is found here, in the caller's thread: ``ConfigError`` 
 import operator
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import jinja2
 
 from engine.sampling.sampling_params import SamplingParams
+from engine.text.token_bound import TokenBound
 from kvstore.errors import ConfigError
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 
+_MOST_BYTES_A_LETTER = 4  # as UTF-8; a token is a byte at least
+
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class PromptReader:
-    """Reads prompts for one model. ``tokenizer`` is None where the engine has none. Any thread."""
+    """Reads prompts for one model. Any thread.
 
-    def __init__(self, tokenizer: Any) -> None:
+    tokenizer       None where the engine has none
+    max_model_len   what no text may be longer than, in tokens; None: whoever asks looks
+    """
+
+    def __init__(self, tokenizer: Any, max_model_len: int | None = None) -> None:
         self.tokenizer = tokenizer
+        self._max_model_len = max_model_len
         # Whether special tokens are read is a state of the tokenizer that each call sets first.
         self._encoding = threading.Lock()
 
@@ -34,8 +43,26 @@ class PromptReader:
             )
         return self.tokenizer
 
-    def read(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """A prompt's text, None when it came without, and its token ids."""
+    @cached_property
+    def _bound(self) -> TokenBound | None:
+        return TokenBound.of(self.tokenizer)
+
+    def check_length(self, text: str, what: str) -> None:
+        """Raises ``ConfigError`` for a text that is too long however it is tokenised, which would
+        keep everybody else's waiting."""
+        most = self._max_model_len
+        if most is None or len(text) * _MOST_BYTES_A_LETTER <= most or self._bound is None:
+            return
+        least = self._bound.least_tokens(text)
+        if least > most:
+            raise ConfigError(
+                f"the {what} has at least {least} tokens and the model's context is {most}: cut at "
+                f"least {least - most} tokens"
+            )
+
+    def read(self, prompt: Prompt, *, is_cut: bool = False) -> tuple[str | None, list[int]]:
+        """A prompt's text, None when it came without, and its token ids. With ``is_cut`` the caller
+        takes some of them, however many there are."""
         if isinstance(prompt, Mapping):
             content = [prompt[name] for name in prompt if name != "cache_salt"]
             if {"role", "content"} <= set(prompt):
@@ -49,6 +76,8 @@ class PromptReader:
         if isinstance(prompt, str):
             tokenizer = self.need_tokenizer("a text prompt")
             check_text(prompt)
+            if not is_cut:
+                self.check_length(prompt, "prompt")
             with self._encoding:
                 return prompt, list(tokenizer(prompt, verbose=False)["input_ids"])
         if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
@@ -61,8 +90,9 @@ class PromptReader:
                 "a prompt is text or a list of token ids, which are integers"
             ) from None
 
-    def read_messages(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation, up to where the model's next message begins."""
+    def read_messages(self, messages: Sequence[Message], *, is_cut: bool = False) -> list[int]:
+        """Token ids of a conversation, up to where the model's next message begins. ``is_cut`` as
+        of ``read``."""
         tokenizer = self.need_tokenizer("chat()")
         if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
             raise ConfigError(
@@ -78,12 +108,15 @@ class PromptReader:
                 "get_tokenizer(), pass tokenizer= of a chat model, or write the prompt yourself"
             )
         try:
+            # As the template prints them: it may leave out some of what they say.
+            text = tokenizer.apply_chat_template(
+                conversation, add_generation_prompt=True, tokenize=False
+            )
+            if not is_cut:
+                self.check_length(text, "prompt")
             with self._encoding:
-                return list(
-                    tokenizer.apply_chat_template(
-                        conversation, add_generation_prompt=True, tokenize=True, return_dict=False
-                    )
-                )
+                encoded = tokenizer(text, add_special_tokens=False, verbose=False)
+            return list(encoded["input_ids"])
         except jinja2.TemplateError as error:
             raise ConfigError(f"the model's chat template refuses the messages: {error}") from error
 
@@ -93,6 +126,7 @@ class PromptReader:
         Only in text of a template are special tokens read as such: a user's text that looks like
         one stays text."""
         check_text(text)
+        self.check_length(text, "text")
         with self._encoding:
             encoded = self.need_tokenizer("a text")(
                 text,
@@ -170,6 +204,11 @@ def check_text(text: str) -> None:
             f"a text is Unicode, and {text[error.start]!r} at character {error.start} is half of a "
             "surrogate pair: decode it anew, or replace it"
         ) from None
+
+
+def is_cut(params: SamplingParams | None) -> bool:
+    """Whether a prompt may be longer than the context."""
+    return getattr(params, "truncate_prompt_tokens", None) is not None
 
 
 def as_params(

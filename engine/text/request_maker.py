@@ -11,7 +11,7 @@ from engine.scheduling.request import Request
 from engine.scheduling.sequence import CacheOptions, Sequence
 from engine.stream import Stream
 from engine.text.detokenizer import Detokenizer
-from engine.text.prompts import Prompt, PromptReader
+from engine.text.prompts import Prompt, PromptReader, is_cut
 from kvstore.errors import ConfigError
 
 
@@ -37,7 +37,7 @@ class RequestMaker:
         is_streamed: bool = False,
     ) -> Request:
         """The request of what a caller gave. Raises ``ConfigError`` for what is wrong with it."""
-        text, token_ids = self._reader.read(prompt)
+        text, token_ids = self._reader.read(prompt, is_cut=is_cut(params))
         return self.make(
             text,
             token_ids,

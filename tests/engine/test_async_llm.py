@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 
@@ -48,6 +49,20 @@ def test_messages_are_answered_as_a_whole(llm):
     (expected,) = llm._llm.chat(messages, SHORT)
     output = asyncio.run(llm.answer(messages, SHORT))
     assert output.outputs[0].text == expected.outputs[0].text
+
+
+def test_a_text_that_is_far_too_long_is_read_only_to_be_cut(llm):
+    text = "x" * 32 * llm.max_model_len  # no token stands for so many bytes
+    messages = [{"role": "user", "content": text}]
+    cut = replace(SHORT, truncate_prompt_tokens=9)
+    (expected,) = llm._llm.generate(text, cut)
+    assert len(expected.prompt_token_ids) == 9
+    assert llm._llm.chat(messages, cut)[0].prompt_token_ids
+    assert asyncio.run(text_of(llm.generate(text, cut))) == expected.outputs[0].text
+    assert asyncio.run(text_of(llm.chat(messages, cut)))
+    for read in (llm.generate(text), llm.chat(messages), llm.document(text)):
+        with pytest.raises(ConfigError, match=r"has at least \d+ tokens"):
+            asyncio.run(read if asyncio.iscoroutine(read) else text_of(read))
 
 
 def test_chat_streams_the_next_message(llm):
@@ -136,9 +151,9 @@ def test_the_loop_runs_while_a_step_and_the_tokenizer_take_their_time(llm, monke
     is_let_go = threading.Event()
 
     def wait_then(function):
-        def waiting(*arguments):
+        def waiting(*arguments, **options):
             assert is_let_go.wait(60), "the loop was blocked"
-            return function(*arguments)
+            return function(*arguments, **options)
 
         return waiting
 

@@ -266,7 +266,7 @@ def test_more_tokens_than_the_context_takes_are_refused_with_how_many_would_do(
 
 
 def test_a_prompt_that_is_cut_leaves_its_room_to_the_answer(server, llm):
-    body = {"model": MODEL, "prompt": "x" * 600, "max_tokens": 12, "truncate_prompt_tokens": 500}
+    body = {"model": MODEL, "prompt": "x" * 9999, "max_tokens": 12, "truncate_prompt_tokens": 500}
     assert ask(server, "POST", "/v1/completions", body)[0] == 200
     status, answer = ask(server, "POST", "/v1/completions", body | {"max_tokens": 13})
     assert (status, answer["error"]["param"]) == (400, "max_tokens")
