@@ -353,3 +353,14 @@ def test_one_slow_load_among_fast_ones_does_not_change_the_verdict(machine):
     num_bytes = 500 * BLOCK_BYTES
     machine.cost.observe_load(DISK, num_bytes, 3.0)  # six times slower, and slower than computing
     assert machine.choose([DISK] * 500).reason is LoadReason.LOAD
+
+
+@pytest.mark.parametrize("factor", [3.5, 5, 16])
+def test_a_second_slow_load_in_a_row_is_believed(machine, factor):
+    """From a disk that had become 3.5 times slower the model went on loading for good, where
+    computing would have taken two thirds of the time."""
+    for _ in range(5):
+        machine.request(500)
+    machine.disk_bytes_per_s /= factor
+    reasons = [machine.request(500).reason for _ in range(3)]
+    assert reasons == [LoadReason.LOAD, LoadReason.LOAD, LoadReason.COMPUTE]
