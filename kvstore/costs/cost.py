@@ -150,7 +150,7 @@ class _TierCost:
     means: dict[int, _LoadMean] = field(default_factory=dict)
     estimate: LoadEstimate | None = None  # None: to be fitted anew
     traffic: _Traffic = field(default_factory=_Traffic)
-    num_slow: int = 0  # loads in a row that took more than twice as long as was thought
+    num_slow: int = 0  # loads in a row that took a quarter longer than was thought, or more
     tried_at: float = -math.inf  # when a load last ended, or was decided on as a probe
 
 
@@ -196,7 +196,7 @@ class CostModel:
         # Disks change: another user, a page cache that is cold or warm. What contradicts all that
         # was known outweighs it; a fast load at once, as noise only ever makes things slower, and a
         # slow one that is the second in a row.
-        cost.num_slow = cost.num_slow + 1 if surprise > 2 else 0
+        cost.num_slow = cost.num_slow + 1 if surprise > 1.25 else 0
         if surprise < 0.5 or cost.num_slow > 1:
             cost.means.clear()
         elif surprise > 2:
