@@ -24,7 +24,7 @@ _VARIED = ("value_bytes", "durability", "page_cache", "blocks", "document_tokens
 def draw_goals(records: Sequence[Record], path: Path) -> None:
     """Every ratio over its goal: left of the line is better."""
     shown = [record for record in records if record.get("goal")]
-    figure, axes = plt.subplots(figsize=(8, 1.2 + 0.28 * len(shown)))
+    figure, axes = plt.subplots(figsize=(11, 1.2 + 0.28 * len(shown)))
     for place, record in enumerate(reversed(shown)):
         worse = record["ratio"] / record["goal"]
         if record["goal_is"] == "at least":
@@ -33,7 +33,7 @@ def draw_goals(records: Sequence[Record], path: Path) -> None:
         axes.plot(worse, place, "o", color="black", markerfacecolor=face)
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.xaxis.set_major_locator(LogLocator())
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.minorticks_off()
     axes.set_yticks(range(len(shown)))
