@@ -88,15 +88,22 @@ class _Packed:
         return self._multiply(rows, self._weight, self._bias, "none", [], "")
 
 
-class PackedLinear(nn.Module):
-    """``linear``, which must not change any more. Takes and returns bfloat16."""
+class _Replacement(nn.Module):
+    """Stands where ``linear`` stood, which must not change any more. Takes and returns bfloat16."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        # For those who ask a layer for its dtype or shape; the values are in ``_packed``.
+        # For those who ask a layer for its dtype or shape; the values are packed elsewhere.
         self.weight = linear.weight.detach().to("meta")
         self.bias = linear.bias
+
+
+class PackedLinear(_Replacement):
+    """``linear`` with its own packed weight."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear)
         self._packed = _Packed(linear.weight, linear.bias)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
@@ -127,14 +134,11 @@ class _JointProduct:
         return last[1][index]
 
 
-class JointLinear(nn.Module):
+class JointLinear(_Replacement):
     """``linear``, its result a part of a joint product: a view of rows that lie further apart."""
 
     def __init__(self, linear: nn.Linear, product: _JointProduct, index: int) -> None:
-        super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight = linear.weight.detach().to("meta")
-        self.bias = linear.bias
+        super().__init__(linear)
         self._product, self._index = product, index
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
