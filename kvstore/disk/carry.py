@@ -155,7 +155,11 @@ def _opened_for_writing(file: str | Path | IO[bytes]) -> Iterator[IO[bytes]]:
     target = Path(file)
     if target.exists() and not target.is_file():  # a named pipe, /dev/stdout
         with target.open("wb") as out:
-            yield out
+            try:
+                yield out
+            except BaseException:
+                out.raw.close()  # else its buffer waits for a reader, who may never read again
+                raise
         return
     temporary = target.with_name(f"{target.name}{TEMPORARY_MARK}{os.getpid()}")
     try:

@@ -544,6 +544,22 @@ def test_an_export_that_finds_no_room_names_its_file_and_leaves_nothing(
     assert not list(tmp_path.glob("full.kv*"))
 
 
+def test_an_interrupted_export_writes_nothing_more_into_its_pipe(
+    exported: Path, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file flushes its buffer when it is closed: behind a full pipe, it waited for ever."""
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+
+    def interrupt(*_: object) -> None:
+        os.close(reader)  # whatever is written from here on is an error
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvstore.disk.carry.write_block", interrupt)
+    with pytest.raises(KeyboardInterrupt):  # the namespace's name is in the buffer
+        export_documents(directory, tmp_path / "pipe")
+
+
 BLOCK_HEADER = {
     "kind": "block",
     "parent": chain_seed(b"n" * 32),
