@@ -63,7 +63,7 @@ class Request:
         cached = {tier.value: (first.cached_tokens or {}).get(tier, 0) for tier in TierName}
         return RequestMetrics(
             ttft_s=max(0.0, times.first_token_at - arrival),
-            queue_s=max(0.0, times.running_at - arrival - times.promote_s),
+            queue_s=max(0.0, times.running_at - arrival - times.first_promote_s),
             promote_s=times.promote_s,
             prefill_s=max(0.0, times.prefilled_at - times.prefill_at) if times.prefill_at else 0.0,
             decode_s=max(0.0, end - times.first_token_at) if times.first_token_at else 0.0,

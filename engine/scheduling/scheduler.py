@@ -322,7 +322,7 @@ class Scheduler:
     def _run(self, sequence: Sequence) -> None:
         sequence.state = SequenceState.RUNNING
         if not sequence.times.running_at:
-            sequence.times.running_at = self._clock()
+            sequence.times.begin_running(self._clock())
             # Before it has a seat: whoever submits meanwhile must not find it waiting beside that.
             self._on_start(sequence)
         self.running[sequence] = None
