@@ -69,9 +69,14 @@ class CacheOptions:
 
 @dataclass(slots=True)
 class SequenceTimes:
-    """Clock times in seconds; 0.0 for what has not happened."""
+    """Clock times in seconds; 0.0 for what has not happened.
+
+    promote_s        that it waited for tiers, so far
+    first_promote_s  of it, before it ran first
+    """
 
     promote_s: float = 0.0
+    first_promote_s: float = 0.0
     promote_since: float = 0.0
     queued_at: float = 0.0
     running_at: float = 0.0
@@ -86,6 +91,10 @@ class SequenceTimes:
 
     def end_promoting(self, now: float) -> None:
         self.promote_s += now - self.promote_since
+
+    def begin_running(self, now: float) -> None:
+        """For the first time."""
+        self.running_at, self.first_promote_s = now, self.promote_s
 
     def late_at(self, deadline_s: float | None) -> float:
         """When it has waited for tiers so long, all its waits together; infinity for None."""
@@ -199,19 +208,22 @@ class Sequence:
             self.logprobs.append(self._named_logprobs(token))
         is_eos = token.token_id in self.eos_token_ids and not self.params.ignore_eos
         is_stop = token.token_id in (self.params.stop_token_ids or ())
-        is_end = is_eos or is_stop
+        is_end, is_longest = is_eos or is_stop, len(self.token_ids) >= self.max_len
         stop_string = None
-        if self.detokenizer is not None and (self.params.include_stop_str_in_output or not is_end):
-            num_new = len(self.token_ids) - self.num_prompt
-            may_stop = num_new > self.params.min_tokens and not is_end
-            stop_string = self.detokenizer.append(token.token_id, may_stop=may_stop)
-        if is_eos or is_stop or stop_string is not None:
-            self.finish_reason = "stop"
-            self.stop_reason = token.token_id if is_stop and not is_eos else stop_string
-        elif len(self.token_ids) >= self.max_len:
+        if self.detokenizer is not None:
+            may_stop = len(self.token_ids) - self.num_prompt > self.params.min_tokens
+            if self.params.include_stop_str_in_output or not is_end:
+                stop_string = self.detokenizer.append(
+                    token.token_id, may_stop=may_stop and not is_end
+                )
+            if stop_string is None and (is_end or is_longest):
+                stop_string = self.detokenizer.finish(may_stop=may_stop)
+        if stop_string is not None:  # the text is cut there, whatever token came with it
+            self.finish_reason, self.stop_reason = "stop", stop_string
+        elif is_end:
+            self.finish_reason, self.stop_reason = "stop", None if is_eos else token.token_id
+        elif is_longest:
             self.finish_reason = "length"
-        if self.finish_reason and self.detokenizer is not None and stop_string is None:
-            self.detokenizer.finish()
 
     def output(self) -> CompletionOutput:
         return CompletionOutput(

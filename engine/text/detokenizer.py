@@ -72,11 +72,11 @@ class Detokenizer:
             return stop
         return None
 
-    def finish(self) -> str | None:
+    def finish(self, *, may_stop: bool = True) -> str | None:
         """Add what was held back as an unfinished character. Returns as ``append`` does."""
         if self.stop_reason is not None or len(self._window) == self._num_read:
             return None
-        return self._advance(self._decode(self._window))
+        return self._advance(self._decode(self._window), may_stop)
 
     def take_delta(self, *, is_finished: bool = False) -> str:
         """Text that was not taken before. What may become a stop string is kept until it can't."""
