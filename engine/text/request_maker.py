@@ -1,6 +1,7 @@
 """Requests, checked against the model before the step thread sees them."""
 
 import itertools
+import threading
 import time
 from collections.abc import Sequence as Tokens
 
@@ -18,13 +19,15 @@ from kvstore.errors import ConfigError
 class RequestMaker:
     """Makes the requests of one engine. Any thread.
 
-    seed   of requests that bring none of their own: the n-th one gets ``seed + n``
+    seed   of requests that bring none of their own: of each sample that is drawn, one more than of
+           the one before
     """
 
     def __init__(self, loaded: LoadedModel, reader: PromptReader, seed: int) -> None:
         self._loaded = loaded
         self._reader = reader
-        self._seed = seed
+        self._next_seed = seed
+        self._seeding = threading.Lock()
         self._numbers = itertools.count()
 
     def of_prompt(
@@ -70,10 +73,9 @@ class RequestMaker:
         self._check(token_ids, limit)
         self._check_token_ids(params)
         bad_words = self._bad_words(params)
-        number = next(self._numbers)
-        request_id = str(number) if request_id is None else request_id
+        request_id = str(next(self._numbers)) if request_id is None else request_id
         most = self._loaded.max_model_len if params.max_tokens is None else params.max_tokens
-        seed = self._seed + number if params.seed is None else params.seed
+        seed = self._first_seed(params)
         wants_prompt = params.prompt_logprobs is not None and not prefill_only
         samples = [
             Sequence(
@@ -97,6 +99,15 @@ class RequestMaker:
         samples[0].others = samples[1:]
         arrival_s = time.monotonic()
         return Request(request_id, text, list(token_ids), params, arrival_s, samples, stream)
+
+    def _first_seed(self, params: SamplingParams) -> int:
+        """Of its samples, each of which has one more than the one before."""
+        if params.seed is not None:
+            return params.seed
+        with self._seeding:
+            seed = self._next_seed
+            self._next_seed += 0 if params.is_greedy else params.n
+        return seed
 
     def _check(self, token_ids: Tokens[int], limit: int) -> None:
         if not token_ids:

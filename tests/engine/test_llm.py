@@ -160,6 +160,15 @@ def test_a_seed_gives_the_same_sample_whatever_else_runs(make_llm, tiny_prompts)
     assert tokens([alone]) == tokens(together[3:])
 
 
+def test_samples_without_a_seed_of_their_own_are_drawn_apart(make_llm, tiny_prompts):
+    """Sample 1 of a request once had the seed of sample 0 of the next one."""
+    llm = make_llm()
+    drawn = SamplingParams(n=3, temperature=1.0, max_tokens=12, ignore_eos=True)
+    outputs = llm.generate([tiny_prompts[0]] * 3, drawn)
+    samples = [tuple(sample.token_ids) for output in outputs for sample in output.outputs]
+    assert len(set(samples)) == 9
+
+
 def test_n_samples_count_the_prompt_once_and_differ(make_llm, tiny_prompts):
     llm = make_llm()
     prompt = tiny_prompts[0][:40]
