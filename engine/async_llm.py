@@ -129,7 +129,9 @@ class AsyncLLM:
         cache = CacheOptions.of(salt_of(given, cache_salt))
 
         def make() -> list[Request]:
-            asked = self._llm._reader.read_messages(given) if are_messages(given) else given
+            cut, asked = is_cut(sampling_params), given
+            if are_messages(given):
+                asked = self._llm._reader.read_messages(given, is_cut=cut)
             return [self._request(asked, sampling_params, request_id, cache, False)]
 
         (output,) = await self._run(make)

@@ -60,7 +60,12 @@ def test_a_text_that_is_far_too_long_is_read_only_to_be_cut(llm):
     assert llm._llm.chat(messages, cut)[0].prompt_token_ids
     assert asyncio.run(text_of(llm.generate(text, cut))) == expected.outputs[0].text
     assert asyncio.run(text_of(llm.chat(messages, cut)))
-    for read in (llm.generate(text), llm.chat(messages), llm.document(text)):
+    assert asyncio.run(llm.answer(text, cut)).outputs == expected.outputs
+    assert asyncio.run(llm.answer(messages, cut)).prompt_token_ids
+    refused = (
+        llm.generate(text), llm.chat(messages), llm.document(text), llm.answer(messages),
+    )  # fmt: skip
+    for read in refused:
         with pytest.raises(ConfigError, match=r"has at least \d+ tokens"):
             asyncio.run(read if asyncio.iscoroutine(read) else text_of(read))
 
