@@ -103,6 +103,7 @@ class _Server:
         reply = ChatReply(
             body.model,
             params.n,
+            tokenizer=self._llm.get_tokenizer(),
             wants_usage=body.wants_usage,
             num_top=params.logprobs or 0,
         )

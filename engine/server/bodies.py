@@ -36,6 +36,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...] | None] = {
 
 MAX_BODY_BYTES = 32 << 20
 _MAX_N = 128  # as OpenAI has it: each sample takes memory before it runs
+_MAX_LOGPROBS = 20  # likewise: all of a vocabulary beside each token would be gigabytes
 _COMPLETION_TOKENS = 16  # without max_tokens: OpenAI's default
 
 _SAMPLING = (
@@ -154,6 +155,11 @@ class Body(BaseModel):
         """The most tokens that the client asked for, and its name for them."""
         return "max_tokens", self.max_tokens
 
+    def _check_logprobs(self, name: str, count: int | None) -> None:
+        if count is not None and not 0 <= count <= _MAX_LOGPROBS:
+            message = f"{name}: expected from 0 to {_MAX_LOGPROBS}, got {count}"
+            raise ApiError(400, message, param=name)
+
     def _sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         named = {name: getattr(self, name) for name in _SAMPLING}
         given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
@@ -173,6 +179,7 @@ class CompletionBody(Body):
     def _check_echo(self) -> "CompletionBody":
         if self.echo and self.logprobs is not None:
             raise ApiError(400, "echo: not together with logprobs", param="echo")
+        self._check_logprobs("logprobs", self.logprobs)
         return self
 
     def prompts(self) -> list[str | list[int]]:
@@ -197,6 +204,7 @@ class ChatBody(Body):
     def sampling(self) -> SamplingParams:
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs: only with logprobs=true", param="top_logprobs")
+        self._check_logprobs("top_logprobs", self.top_logprobs)
         return self._sampling(self.limit()[1], (self.top_logprobs or 0) if self.logprobs else None)
 
     def limit(self) -> tuple[str, int | None]:

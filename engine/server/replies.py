@@ -8,9 +8,11 @@ import uuid
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any, ClassVar
 
-from engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from engine.text.token_utf8 import token_utf8
 
 
 class Usage:
@@ -165,7 +167,8 @@ class TextReply(Reply):
 class ChatReply(Reply):
     """Of ``/v1/chat/completions``.
 
-    num_top   most likely tokens to name beside each sampled one
+    num_top    most likely tokens to name beside each sampled one
+    tokenizer  transformers', which knows the bytes of a part of a character
     """
 
     _prefix = "chatcmpl"
@@ -173,9 +176,16 @@ class ChatReply(Reply):
     _chunk_object = "chat.completion.chunk"
 
     def __init__(
-        self, model: str, num_samples: int, *, wants_usage: bool = False, num_top: int = 0
+        self,
+        model: str,
+        num_samples: int,
+        *,
+        tokenizer: Any,
+        wants_usage: bool = False,
+        num_top: int = 0,
     ) -> None:
         super().__init__(model, num_samples, wants_usage=wants_usage)
+        self._tokenizer = tokenizer
         self._num_top = num_top
 
     def opening(self, num_prompts: int) -> list[dict[str, Any]]:
@@ -206,20 +216,17 @@ class ChatReply(Reply):
             return None
         content = []
         for token_id, named in zip(part.token_ids, part.logprobs, strict=True):
-            top = [_token(each.decoded_token, each.logprob) for each in named.values()]
-            sampled = named[token_id]
-            content.append(
-                _token(sampled.decoded_token, sampled.logprob)
-                | {"top_logprobs": top[: self._num_top]}
-            )
+            top = [self._token(*each) for each in islice(named.items(), self._num_top)]
+            content.append(self._token(token_id, named[token_id]) | {"top_logprobs": top})
         return {"content": content}
+
+    def _token(self, token_id: int, named: Logprob) -> dict[str, Any]:
+        text = named.decoded_token
+        utf8 = token_utf8(self._tokenizer, token_id, text)
+        return {"token": text, "logprob": named.logprob, "bytes": list(utf8)}
 
 
 def _text_choice(
     index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None
 ) -> dict[str, Any]:
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
-
-
-def _token(text: str, logprob: float) -> dict[str, Any]:
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}

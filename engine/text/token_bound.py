@@ -8,15 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from engine.text.token_utf8 import BYTE_OF_LETTER
+
 # Composed characters stand for at most 3.5 times as many bytes: U+1FBE with two accents is U+0390.
 _COMPOSED = 4
 _NOT_IN_TEXT = frozenset([0xC0, 0xC1, *range(0xF5, 0x100)])  # bytes that UTF-8 has no use for
-# How byte-level vocabularies write bytes: printable ones as Latin-1, the others from U+0100 on.
-_PRINTED = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_LETTERS = {chr(byte): byte for byte in _PRINTED} | {
-    chr(0x100 + number): byte
-    for number, byte in enumerate(byte for byte in range(256) if byte not in _PRINTED)
-}
 _SPACE = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
 
 
@@ -51,7 +47,7 @@ class TokenBound:
         vocab: Mapping[str, int] = model["vocab"]
         composes = {"type": "NFC"} in normalizers
         if any(each["type"] == "ByteLevel" for each in splits):
-            dropped = bytes(byte for letter, byte in _LETTERS.items() if letter not in vocab)
+            dropped = bytes(byte for letter, byte in BYTE_OF_LETTER.items() if letter not in vocab)
             if composes and not _NOT_IN_TEXT.issuperset(dropped):
                 return None  # which ones it composes is not known
             longest = max(map(len, vocab))

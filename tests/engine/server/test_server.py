@@ -173,6 +173,17 @@ def test_stop_strings_and_logprobs(client, llm):
     assert content[0].logprob == content[0].top_logprobs[0].logprob
 
 
+def test_logprobs_have_the_bytes_of_parts_of_a_character(client, llm):
+    """They were those of the mark that stands for what is no character."""
+    tokenizer = llm.get_tokenizer()
+    first, second = tokenizer.encode("ñ")
+    for token_id, byte in ((first, 0xC3), (second, 0xB1)):
+        allowed = GREEDY | {"max_tokens": 1, "extra_body": {"allowed_token_ids": [token_id]}}
+        answer = client.chat.completions.create(messages=HELLO, logprobs=True, **allowed)
+        (entry,) = answer.choices[0].logprobs.content
+        assert (entry.token, entry.bytes) == ("\ufffd", [byte])
+
+
 def test_extensions_of_vllm_reach_the_engine(client, llm):
     options = {"top_k": 1, "min_p": 0.1, "repetition_penalty": 1.0, "ignore_eos": True}
     params = GREEDY | {"temperature": 1.0, "extra_body": options}
@@ -298,6 +309,8 @@ def test_a_prompt_that_is_cut_leaves_its_room_to_the_answer(server, llm):
         ({"messages": [{"role": "user"}]}, None),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None),
         ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, None),
         ({"messages": [{"role": "\ud800", "content": "hello"}]}, None),
         ({"bad_words": ["\ud800"]}, None),
