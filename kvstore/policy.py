@@ -9,6 +9,7 @@ after its children and is used at least as often, so the orders below hardly eve
 
 import heapq
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import chain, count
 from typing import Protocol
@@ -223,11 +224,14 @@ class Prioritised:
     A block's priority may end after a while; it is then an ordinary block of class 0.
     """
 
+    _MOST_ENDS = 2  # noted for each block that has one: it may be given a new one any time
+
     def __init__(self, make: Callable[[], VictimPolicy], clock: Callable[[], float]) -> None:
         self._make = make
         self._clock = clock
-        self._classes: dict[int, VictimPolicy] = {0: make()}
+        self._classes: dict[int, VictimPolicy] = {0: make()}  # 0, and those that have a block
         self._priority: dict[int, int] = {}  # by slot, where it is not 0
+        self._num_blocks: Counter[int] = Counter()  # by priority, where it is not 0
         self._ends: list[tuple[float, int, int]] = []  # (time, number, slot)
         self._current: dict[int, int] = {}  # number of the end that counts, by slot
         self._numbers = count()
@@ -243,6 +247,9 @@ class Prioritised:
         self._move(slot, priority)
         self._current.pop(slot, None)
         if priority and ttl_s is not None:
+            if len(self._ends) >= self._MOST_ENDS * (1 + len(self._current)):
+                self._ends = [end for end in self._ends if self._current.get(end[2]) == end[1]]
+                heapq.heapify(self._ends)
             number = self._current[slot] = next(self._numbers)
             heapq.heappush(self._ends, (self._clock() + ttl_s, number, slot))
 
@@ -278,17 +285,27 @@ class Prioritised:
                 self._move(slot, 0)
 
     def _move(self, slot: int, priority: int) -> None:
+        if priority == self._priority.get(slot, 0):
+            return  # it keeps its place: what the policy knows of its uses would be lost
         is_unused = slot in self
         self._class_of(slot).forget(slot)
-        if priority not in self._classes:
-            self._classes[priority] = self._make()
-        if priority:
-            self._priority[slot] = priority
-        else:
-            self._priority.pop(slot, None)
+        self._file(slot, priority)
         if is_unused:
             self._class_of(slot).add(slot)
 
     def _end(self, slot: int) -> None:
-        self._priority.pop(slot, None)
+        self._file(slot, 0)
         self._current.pop(slot, None)
+
+    def _file(self, slot: int, priority: int) -> None:
+        """Note a block's class. One goes with its last block: requests may name any number."""
+        before = self._priority.pop(slot, 0)
+        if before:
+            self._num_blocks[before] -= 1
+            if not self._num_blocks[before]:
+                del self._num_blocks[before], self._classes[before]
+        if priority:
+            self._priority[slot] = priority
+            self._num_blocks[priority] += 1
+            if priority not in self._classes:
+                self._classes[priority] = self._make()

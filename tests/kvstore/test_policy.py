@@ -136,3 +136,33 @@ def test_a_priority_ends(prioritised):
     prioritised.clock.advance(100.0)
     assert sorted(prioritised.victims()) == [0, 1]
     assert len(prioritised) == 2
+
+
+def test_a_priority_given_again_keeps_what_is_known_of_a_blocks_uses():
+    """Each request that named the same priority used to make its blocks new ones of S3-FIFO."""
+    index, clock = BlockIndex(), FakeClock()
+    policy = Prioritised(lambda: POLICIES["s3-fifo"](index, 8), clock)
+    often, once = [index.add(BlockRef(key * 32, bytes(32), b"", 0), b"") for key in (b"a", b"b")]
+    policy.prefer(often, 1, None)
+    policy.add(often)
+    for _ in range(3):
+        policy.take(often)
+        policy.prefer(often, 1, None)
+        policy.add(often)
+    policy.prefer(once, 1, None)
+    policy.add(once)
+    assert list(policy.victims()) == [once, often]
+
+
+def test_priorities_leave_nothing_behind(prioritised):
+    """Requests name any number, and prefixes in use get it anew with every request."""
+    for priority in range(1, 1000):
+        prioritised.prefer(0, priority, 1000.0)
+    assert len(prioritised._classes) == 2
+    assert len(prioritised._ends) < 10
+    prioritised.forget(0)
+    assert len(prioritised._classes) == 1
+    prioritised.prefer(0, 0, None)
+    prioritised.add(0)
+    prioritised.clock.advance(1000.0)
+    assert list(prioritised.victims()) == [0]
