@@ -265,7 +265,9 @@ class Attachment:
         return self._lock(_WRITER_LOCK, 1)
 
     def release_writer_lock(self) -> None:
-        self._lock(_WRITER_LOCK, 1, fcntl.F_UNLCK)
+        """Does nothing after ``detach``, which gives up every lock."""
+        if self._fd is not None:
+            self._lock(_WRITER_LOCK, 1, fcntl.F_UNLCK)
 
     # --- the end --------------------------------------------------------------------------------
 

@@ -246,6 +246,7 @@ class Environment:
 
     def _reopen(self) -> None:
         with self._gate.alone():
+            self._state = State.CHECKING  # who waits at the gate finds no environment behind it
             self._close_lmdb()
             self.attachment.detach()
         try:

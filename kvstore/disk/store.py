@@ -330,11 +330,18 @@ class DiskStore:
         return self._can_write() and self._writer.repair(bad, rebuild=rebuild)
 
     def flush(self) -> None:
-        """Everything put is committed already; with durability "power" it is on the medium, too."""
+        """Everything put is committed already; with durability "power" it is on the medium, too.
+
+        Raises ``TierBrokenError`` when it cannot be brought there.
+        """
         if self._can_write():
             self._writer.tidy(wait_s=_SHORT_WAIT_S)
             if self._config.durability == "power":
-                self._env.sync()
+                try:
+                    self._env.sync()
+                except lmdb.Error as error:
+                    message = f"{self._env.directory} cannot be synced: {error}"
+                    raise TierBrokenError(message, tier="disk") from error
 
     def close(self) -> None:
         """Give the directory back; waits for our own check in progress. May be called twice."""

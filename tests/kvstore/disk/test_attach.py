@@ -6,6 +6,7 @@ import pytest
 from disk_case import Child
 
 from kvstore.disk.attach import ATTACH_FILE, INSIDE, Attachment, Header, boot_id
+from kvstore.disk.writer_lock import WriterLock
 
 HOLD = """
 from kvstore.disk.attach import Attachment
@@ -90,6 +91,20 @@ def test_writer_lock_is_had_by_one_and_ends_with_its_process(
         child.kill()
     assert held.try_writer_lock()
     held.release_writer_lock()
+
+
+def test_writer_lock_on_a_directory_that_was_let_go_of_is_given_back(
+    held: Attachment, tmp_path: Path
+) -> None:
+    """A reader reopens a file that was replaced, beside the writer."""
+    lock = WriterLock()
+    lock.acquire(held, 0.0)
+    held.detach()
+    lock.release()
+    other = Attachment(tmp_path, "test")
+    lock.acquire(other, 0.0)
+    lock.release()
+    other.detach()
 
 
 def test_locks_outlive_other_descriptors_of_the_file(held: Attachment, tmp_path: Path) -> None:

@@ -204,6 +204,37 @@ def test_file_replaced_under_a_store_is_followed(
     assert store.put_group(blocks.writes(blocks.chain(2, start=1))) == [STORED] * 2
 
 
+def test_reader_that_comes_while_the_file_is_reopened_meets_a_miss(
+    store: DiskStore, blocks: Blocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refs = blocks.chain(2)
+    store.put_group(blocks.writes(refs))
+    env, found = store._env, []
+    attach = env._attach
+
+    def read_then_attach() -> None:
+        found.append(store.probe(refs))
+        attach()
+
+    monkeypatch.setattr(env, "_attach", read_then_attach)
+    env.recover()
+    assert found == [[]]
+    assert len(store.probe(refs)) == 2
+
+
+def test_sync_that_fails_is_a_broken_tier(
+    directory: Path, blocks: Blocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise lmdb.Error("input/output error")
+
+    with DiskStore.open(directory, config=DiskConfig(durability="power")) as store:
+        store.put_group(blocks.writes(blocks.chain(1)))
+        monkeypatch.setattr(store._env, "sync", fail)
+        with pytest.raises(TierBrokenError, match="input/output error"):
+            store.flush()
+
+
 def test_writer_stopped_inside_a_transaction_hangs_nobody(directory: Path, blocks: Blocks) -> None:
     stop = """
 from kvstore.disk import DiskStore
