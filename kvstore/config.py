@@ -163,7 +163,7 @@ class StoreConfig(DiskConfig):
     min_partial_tokens: int = 8  # least saving for which the head of a block is copied
     reuse_unit_blocks: int = 1  # a prefix is reused in multiples of so many blocks
     staging_bytes: int = 64 << 20  # buffer between disk and a device the processor cannot address
-    write_bytes_per_s: float = 1 << 30  # most that cleaning writes to disk
+    write_bytes_per_s: float = 1 << 30  # most that cleaning writes to disk; infinity for no limit
     # What a request waits for tiers, altogether: None until they have answered, a time after which
     # it computes what has not arrived, 0 for what is there at once (best effort).
     promote_deadline_s: float | None = None

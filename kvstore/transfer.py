@@ -104,13 +104,15 @@ class TransferLoop:
                 copier.adopt(rows)
         self._loop = asyncio.new_event_loop()
         # The throttle counts starts within a period: whole blocks, and what makes them exact.
-        blocks_per_s = write_bytes_per_s / block_bytes
+        blocks_per_s = min(write_bytes_per_s / block_bytes, float(sys.maxsize))
         rate = max(1, round(blocks_per_s))
         self._throttle = Throttler(rate_limit=rate, period=rate / blocks_per_s)
         self._slice_blocks = max(1, _SLICE_BYTES // block_bytes)
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._staging_room = asyncio.Condition()
+        # Half of it at a time, so that a load need not wait for the end of a write.
+        self._most_staged = staging.capacity // 2 if staging else sys.maxsize
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
         self._thread.start()
 
@@ -227,15 +229,22 @@ class TransferLoop:
         self._loop.call_soon_threadsafe(setattr, self._throttle, "rate_limit", sys.maxsize)
 
     def close(self) -> None:
-        """Waits for the jobs under way (without applying callbacks), then ends the threads."""
+        """Waits for the jobs under way (without applying callbacks), then ends the threads.
+
+        A disk tier that cannot be closed in order is said in the log.
+        """
         if self._closing:
             return
         self._closing = True
-        asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._copier.close()
-        self._loop.close()
+        try:
+            asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result()
+        except KVStoreError as error:
+            logger.warning("the disk tier was not closed in order: %s", error)
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._copier.close()
+            self._loop.close()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -286,8 +295,8 @@ class TransferLoop:
                 rows = [self._payload(block) for block in block_ids]
                 return await self._disk.read(list(map(BlockRead, refs, rows)))
             outcomes: list[KVStoreError | None] = []
-            for start in range(0, len(refs), self._staging.capacity // 2):
-                part = slice(start, start + self._staging.capacity // 2)
+            for start in range(0, len(refs), self._most_staged):
+                part = slice(start, start + self._most_staged)
                 outcomes += await self._read_staged(refs[part], block_ids[part], fence)
             return outcomes
 
@@ -308,12 +317,12 @@ class TransferLoop:
             return outcomes
 
     async def _write(self, writes: Sequence[PendingWrite], fence: Any) -> list[PutOutcome]:
-        """One transaction, or slices with pauses between them while the model runs."""
+        """One transaction where the staging holds it; slices with pauses while the model runs."""
         outcomes: list[PutOutcome] = []
         while len(outcomes) < len(writes):
             await self._quiet.wait()
             is_paced = self.is_model_busy
-            count = self._slice_blocks if is_paced else len(writes)
+            count = min(self._slice_blocks if is_paced else len(writes), self._most_staged)
             part = writes[len(outcomes) : len(outcomes) + count]
             for _ in part:
                 async with self._throttle:
@@ -382,7 +391,7 @@ class TransferLoop:
 
     async def _shut_down(self) -> None:
         others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        await asyncio.gather(*others)
+        await asyncio.gather(*others, return_exceptions=True)  # theirs to report
         if self._disk is not None:
             await self._disk.aclose()
 

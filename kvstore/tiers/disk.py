@@ -41,9 +41,15 @@ class LmdbTier:
             for start in range(0, len(reads), _BLOCKS_A_READ_TASK)
         ]
         done = await asyncio.gather(
-            *(self._run(self._readers, self._read_sync, part) for part in parts)
+            *(self._run(self._readers, self._read_sync, part) for part in parts),
+            return_exceptions=True,  # until the last of them has left the memory that it fills
         )
-        return [outcome for part in done for outcome in part]
+        outcomes: list[KVStoreError | None] = []
+        for part in done:
+            if isinstance(part, BaseException):
+                raise part
+            outcomes += part
+        return outcomes
 
     async def write(self, writes: Sequence[BlockWrite]) -> list[PutOutcome]:
         return await self._change(self._disk.put_group, writes)
@@ -81,11 +87,13 @@ class LmdbTier:
         await self._run(self._readers, self._disk.publish, snapshot)
 
     async def aclose(self) -> None:
-        """Waits for what is under way, then closes the environment."""
-        await self._run(self._writer, self._disk.flush)
-        self._readers.shutdown(wait=True)
-        self._writer.shutdown(wait=True)
-        self._disk.close()
+        """Waits for what is under way, then closes the environment, flushed or not."""
+        try:
+            await self._run(self._writer, self._disk.flush)
+        finally:
+            self._readers.shutdown(wait=True)
+            self._writer.shutdown(wait=True)
+            self._disk.close()
 
     async def _change(self, change: Callable[..., T], *arguments: object) -> T:
         """Run a change on the writer's thread, and report what it removed."""

@@ -42,15 +42,22 @@ class GatedCopier(HostCopier):
 def make_loop():
     loops = []
 
-    def make(block_bytes=LAYOUT.block_bytes, write_bytes_per_s=1 << 30, disk=None):
-        device, host = HostPool(NUM_BLOCKS, block_bytes), HostPool(NUM_BLOCKS, block_bytes)
+    def make(
+        block_bytes=LAYOUT.block_bytes,
+        write_bytes_per_s=1 << 30,
+        disk=None,
+        device=None,
+        staging=None,
+    ):
+        device = device or HostPool(NUM_BLOCKS, block_bytes)
+        host = HostPool(NUM_BLOCKS, block_bytes)
         wake = threading.Event()
         loop = TransferLoop(
             device,
             GatedCopier(device),
             host=host.rows,
             disk=RecordingDisk() if disk is None else disk,
-            staging=None,
+            staging=staging,
             block_bytes=block_bytes,
             write_bytes_per_s=write_bytes_per_s,
             on_completion=wake.set,
@@ -184,3 +191,33 @@ def test_closing_a_throttled_store_writes_what_is_dirty_at_once(make_engine):
     engine.run([*range(40)])
     engine.store.close()
     assert len(disk.blocks) == 10
+
+
+class FarPool(HostPool):
+    """A device that the processor cannot address."""
+
+    def payload(self, block_id):
+        return None
+
+
+def test_a_group_larger_than_the_staging_is_written_in_parts(make_loop):
+    """It used to wait for room that there could never be."""
+    device = FarPool(NUM_BLOCKS, LAYOUT.block_bytes)
+    loop = make_loop(device=device, staging=HostPool(4, LAYOUT.block_bytes))
+    outcomes = []
+    loop.write(roots(7), outcomes.append)
+    settle(loop)
+    assert outcomes == [[PutOutcome.STORED] * 7]
+    assert loop._disk.sizes == [2, 2, 2, 1]  # half of it at a time: the other half is for loads
+
+
+def test_a_disk_that_cannot_be_closed_in_order_keeps_no_thread(make_engine, caplog):
+    class Stuck(MemoryDisk):
+        async def aclose(self):
+            raise TierBrokenError("it cannot be synced", tier="disk")
+
+    engine = make_engine(disk=Stuck())
+    engine.store.close()
+    assert engine.store.is_closed
+    assert not engine.store._transfer._thread.is_alive()
+    assert "it cannot be synced" in caplog.text

@@ -1,8 +1,13 @@
+import asyncio
+import threading
+
 import lmdb
 import pytest
 
 from kvstore.disk import DiskStore
+from kvstore.errors import TierBrokenError
 from kvstore.testing import FaultyDisk, MemoryDisk, TierSuite
+from kvstore.tiers.base import BlockRead
 from kvstore.tiers.disk import LmdbTier
 
 
@@ -60,3 +65,43 @@ class TestMemoryDisk(DictionaryCase):
 class TestFaultyDisk(DictionaryCase):
     def make_tier(self, path):
         return FaultyDisk(self.disk)
+
+
+class StubStore:
+    """Reads that fail at once or wait until told to go on; ``flush`` fails."""
+
+    def __init__(self):
+        self.may_go_on = threading.Event()
+        self.is_closed = False
+
+    def read_many(self, reads):
+        if reads[0][0] == "bad":
+            raise MemoryError
+        self.may_go_on.wait(10.0)
+        return [None] * len(reads)
+
+    def flush(self):
+        raise TierBrokenError("it cannot be synced", tier="disk")
+
+    def close(self):
+        self.is_closed = True
+
+
+def test_a_read_that_fails_ends_when_no_thread_fills_its_memory_any_more():
+    """It used to end with the first part that failed, beside threads that went on writing."""
+
+    async def read(tier, disk):
+        reads = [BlockRead("bad", memoryview(b""))] * 16 + [BlockRead("good", memoryview(b""))] * 16
+        reading = asyncio.ensure_future(tier.read(reads))
+        await tier._run(tier._writer, disk.may_go_on.wait, 0.05)
+        assert not reading.done()
+        disk.may_go_on.set()
+        with pytest.raises(MemoryError):
+            await reading
+        with pytest.raises(TierBrokenError):
+            await tier.aclose()
+
+    disk = StubStore()
+    tier = LmdbTier(disk)
+    asyncio.run(read(tier, disk))
+    assert disk.is_closed  # flushed or not
