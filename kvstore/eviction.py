@@ -15,7 +15,7 @@ from itertools import chain, islice
 
 from kvstore.block import TierName
 from kvstore.errors import KVStoreError
-from kvstore.index import NONE, VALID
+from kvstore.index import FAILED, NONE, VALID
 from kvstore.memory import Memory
 from kvstore.policy import POLICIES, Prioritised
 from kvstore.transfer import TransferLoop
@@ -68,19 +68,20 @@ class Evictor:
     def make_device_room(self, count: int, keep: Set[int] = frozenset()) -> bool:
         """Whether ``count`` device blocks are free now, evicting victims if that makes them so.
 
-        Slots in ``keep`` are no victims. When too few can be made free, nothing is evicted: copies
-        that make victims evictable are started, and the caller tries again when they have ended.
+        Slots in ``keep`` are no victims, nor do they give way to victims on host. When too few can
+        be made free, nothing is evicted: copies that make victims evictable are started, and the
+        caller tries again when they have ended.
         """
         missing = count - self._device.num_free
         if missing <= 0:
             return True
-        moving = self._index.transfers
-        lost = dict.fromkeys(slot for slot in self.unreachable() if not moving[slot])
+        moving, held = self._index.transfers, self._held
+        lost = {slot: None for slot in self.unreachable() if not moving[slot] and slot not in held}
         victims = self._choose(missing, keep, lost)
         if len(victims) < missing:
             return False
         unready = [slot for slot in victims if not (slot in lost or self._is_on_host(slot))]
-        passing = {slot for slot in self._demote(unready) if slot not in self._held}
+        passing = {slot for slot in self._demote(unready, keep) if slot not in held}
         unready = [slot for slot in unready if slot not in passing or not self._is_clean(slot)]
         self._write_behind.urge(slot for slot in unready if slot in passing)
         if unready:
@@ -107,11 +108,17 @@ class Evictor:
         return list(self._index.subtrees(roots))[::-1]
 
     def drop_device(self, slot: int) -> None:
-        """Give up the device copy of a block that nobody uses."""
+        """Give up the device copy of a block that nobody uses.
+
+        Transfers that go on beside a copy that failed are from the block's host copy.
+        """
         index = self._index
-        assert index.refcount[slot] == index.transfers[slot] == 0, "a victim is in use"
+        assert index.refcount[slot] == 0, "a victim is in use"
+        assert index.transfers[slot] == 0 or index.loading[slot] == FAILED, "a victim is moving"
         if slot in self.policy:
             self.policy.drop(slot)
+        else:  # a copy that failed: its priority is not the slot's next block's
+            self.policy.forget(slot)
         if index.loading[slot] == VALID:
             self._events.removed(TierName.DEVICE, slot)
         self._device.free(index.device[slot])
@@ -163,12 +170,12 @@ class Evictor:
     def _is_clean(self, slot: int) -> bool:
         return slot not in self._index.dirty and not self._index.transfers[slot]
 
-    def _demote(self, victims: list[int]) -> list[int]:
+    def _demote(self, victims: list[int], keep: Set[int] = frozenset()) -> list[int]:
         """Start copying victims, oldest first, to host. Returns those that pass the host tier by.
 
         A victim displaces only blocks used longer ago than itself. So one that is older than all of
         the host tier, or has none, passes it by, and victims never push each other out in turn. A
-        held one displaces any block that is not held.
+        held one displaces any block that is not held. None displaces what is in ``keep``.
         """
         if self._host is None or self.host_failure:
             return victims
@@ -177,7 +184,7 @@ class Evictor:
         oldest_on_host = (
             slot
             for slot in chain(lost, (slot for slot in index.host_lru if slot not in lost))
-            if not index.transfers[slot] and slot not in self._held
+            if not (index.transfers[slot] or slot in self._held or slot in keep)
         )
         staying, displaced, passing = [], [], []
         held_last = sorted(victims, key=self._held.__contains__)

@@ -67,12 +67,14 @@ class Leasing:
         num_blocks = max(self._layout.blocks_for(num_tokens), num_cached)
         if num_blocks == num_cached:
             partial = None
-        on_device = [slot for slot in slots if slot != NONE and self._index.device[slot] != NONE]
-        moving = num_cached - len(on_device)
-        num_fresh, keep = num_blocks - len(on_device), set(on_device)
-        if moving:
+        in_memory = [slot for slot in slots if slot != NONE]
+        on_device = [slot for slot in in_memory if self._index.device[slot] != NONE]
+        num_fresh = num_blocks - len(on_device)
+        keep, spared = set(in_memory), {partial.slot} if partial else set()
+        if num_cached > len(on_device):
             self._check_promotion_share(num_fresh)
-        spared = {partial.slot} if partial else set()
+            # While it waits for room on the device, its blocks on host do not give way.
+            self._note_use(in_memory)
         if not self._evictor.make_device_room(num_fresh, keep | spared):
             partial = None  # its room may be what is missing
             if not self._evictor.make_device_room(num_fresh, keep):
@@ -138,11 +140,11 @@ class Leasing:
         """Give the blocks back: those with a key stay cached, leaf first in line for eviction."""
         self.leases.remove(lease)
         self._promoter.leave(lease)
+        self._write_behind.touch(lease.slots)  # a block that was not readable goes with its user
         self._give_back(lease.slots)
         for block_id in lease.block_ids[len(lease.slots) :]:
             if not self._leave_to_others(lease, block_id):
                 self._promoter.free_private(block_id)
-        self._write_behind.touch(lease.slots)
         lease.block_ids, lease.slots = [], []
         if lease.is_probe:
             lease.lookup.decision, lease.lookup.has_probed = None, True
@@ -164,19 +166,25 @@ class Leasing:
         index.refcount[slot] += 1
 
     def _give_back(self, slots: Sequence[int]) -> None:
-        """End a use of each block, leaf first, so that the root is the most recently used."""
+        """End a use of each block, leaf first."""
         index, policy = self._index, self._evictor.policy
+        self._note_use(slots)
         for slot in reversed(slots):
-            self._num_uses += 1
-            index.used_at[slot] = self._num_uses
             index.refcount[slot] -= 1
-            index.host_lru.renew(slot)
             if index.refcount[slot] or index.loading[slot] == LOADING:
                 continue
             if index.loading[slot] == FAILED:
                 self._evictor.drop_device(slot)
             else:
                 policy.add(slot)
+
+    def _note_use(self, slots: Sequence[int]) -> None:
+        """Leaf first, so that the root is the most recently used."""
+        index = self._index
+        for slot in reversed(slots):
+            self._num_uses += 1
+            index.used_at[slot] = self._num_uses
+            index.host_lru.renew(slot)
 
     def _commit_block(self, lease: Lease, position: int, ref: BlockRef) -> bool:
         """Give one full private block its key. False when it has to stay private for now.

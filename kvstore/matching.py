@@ -153,7 +153,7 @@ class Matcher:
             return None
         assert lookup.decision is not None
         may_load = lookup.decision.reason in _LOADS_ALL and self._cost.policy != "never"
-        index, parent = self._index, lookup.parent(num_cached)
+        index, parent, given_up = self._index, lookup.parent(num_cached), lookup.given_up
         best: PartialMatch | None = None
         for slot in islice(index.children(parent), _MOST_SIBLINGS):
             num_tokens = num_equal_tokens(index.tokens[slot], wanted)
@@ -161,7 +161,7 @@ class Matcher:
                 continue
             if index.device[slot] != NONE and index.loading[slot] == VALID:
                 tier = TierName.DEVICE
-            elif index.host[slot] != NONE and may_load:
+            elif index.host[slot] != NONE and may_load and index.key[slot] not in given_up:
                 tier = TierName.HOST
             else:
                 continue
@@ -177,9 +177,13 @@ class Matcher:
     ) -> PartialMatch | None:
         """A whole block is read for its head: worth it for half of one."""
         least = max(self._min_partial, self._layout.block_size // 2)
-        refs = [ref for ref in lookup.below if ref.parent == parent] if may_load else []
+        refs = [
+            ref
+            for ref in lookup.below
+            if may_load and ref.parent == parent and ref.key not in lookup.given_up
+        ]
         best = max(refs, key=lambda ref: num_equal_tokens(ref.tokens, wanted), default=None)
-        if best is None or best.key in lookup.given_up:
+        if best is None:
             return None
         num_tokens = num_equal_tokens(best.tokens, wanted)
         if not least <= num_tokens < self._layout.block_size:

@@ -500,6 +500,90 @@ def test_who_gives_up_does_not_wait_for_the_head_of_a_block_again(make_engine):
     disk.is_held = False
 
 
+class UnreadableHost(HostCopier):
+    """Copies from host memory fail while ``is_broken``."""
+
+    is_broken = False
+
+    async def copy_in(self, *arguments):
+        if self.is_broken:
+            raise OSError("host memory does not answer")
+        await super().copy_in(*arguments)
+
+
+def test_the_head_of_a_block_that_host_does_not_give_is_not_asked_for_again(make_engine):
+    """It used to be asked for, in vain, for ever."""
+    device = HostPool(5, LAYOUT.block_bytes)
+    copier = UnreadableHost(device)
+    config = StoreConfig(min_partial_tokens=2)
+    engine = make_engine(device=device, copier=copier, host_blocks=8, config=config)
+    engine.run(A + END)
+    engine.run([*FILL, *B])
+    assert sources(engine.look_up(A + END)) == ["host"]
+    copier.is_broken = True
+    lookup = engine.look_up([1, 1, 1, 5, 5, *END])
+    lease = engine.reserve(lookup, 6)
+    assert lease.partial is not None
+    engine.store.run_until_idle(10.0)
+    assert lease.is_provisional
+    engine.store.release(lease)
+    lease = engine.store.reserve(lookup, 6)
+    assert (lease.is_ready, lease.partial) == (True, None)
+    engine.store.release(lease)
+
+
+def test_a_copy_that_failed_goes_while_the_block_is_written_from_host(make_engine):
+    device = HostPool(5, LAYOUT.block_bytes)
+    copier, disk = UnreadableHost(device), FaultyDisk(MemoryDisk())
+    engine = make_engine(device=device, copier=copier, host_blocks=8, disk=disk)
+    engine.run(A + END)
+    slot = engine.store.index.find(engine.look_up(A + END).ref(0))
+    engine.store._evictor._copy_to_host([slot])
+    while engine.store.index.host[slot] == -1:
+        engine.store.run_until_idle(1.0)
+    engine.store.reset(TierName.DEVICE)
+    lookup = engine.look_up(A + END)
+    disk.is_held = copier.is_broken = True
+    engine.store.urge()
+    engine.store.poll()
+    lease = engine.store.reserve(lookup, 5)
+    while not lease.is_ready:
+        engine.store.poll()
+    engine.store.release(lease)
+    assert engine.store.check() == []
+    disk.is_held = False
+    assert engine.store.flush(10.0)
+    assert list(disk.inner.blocks) == lookup.keys
+
+
+def test_a_request_does_not_push_its_own_blocks_out_of_host(make_engine):
+    """The victims of a prefix that came back displaced what host held of it: the oldest there."""
+    engine = make_engine(5, host_blocks=5)
+    other = [20 + i // 4 for i in range(16)]
+    engine.run(A + B + C + [4] * 4 + END)
+    engine.run(other + END)
+    assert sources(engine.run(A + B + C + [4] * 4 + END)) == ["host"] * 4
+    assert engine.store.stats().promoted_blocks == {"host": 4}
+
+
+def test_a_priority_does_not_pass_to_the_next_block_of_a_slot(make_engine):
+    disk = FaultyDisk(MemoryDisk())
+    engine = make_engine(5, disk=disk)
+    engine.run(A + END)
+    engine.store.flush()
+    engine.store.reset()
+    disk.fail_reads = lambda ref: CorruptBlockError("bad", reason="payload")
+    lease = engine.store.reserve(engine.look_up(A + END), 5)
+    engine.store.run_until_idle(10.0)
+    engine.store.prefer(lease, 1)
+    engine.store.release(lease)
+    engine.run(B + END)  # in the slot that was A's
+    engine.run(C + END)
+    engine.run([7] * 4 + [8] * 4 + [6] * 4 + END)
+    assert sources(engine.look_up_memory(B + END)) == []
+    assert sources(engine.look_up_memory(C + END)) == ["device"]
+
+
 def test_a_load_nobody_waits_for_any_more_still_owns_its_block(make_engine):
     disk = FaultyDisk(MemoryDisk())
     engine = make_engine(4, disk=disk)
