@@ -12,7 +12,7 @@ from kvstore.block import Removal, TierName
 from kvstore.errors import KVStoreError
 from kvstore.eviction import Evictor
 from kvstore.hashing import chain_seed, salt_digest
-from kvstore.index import NONE, VALID
+from kvstore.index import NONE
 from kvstore.lease import Lookup
 from kvstore.memory import Memory
 from kvstore.pinning import Pinning
@@ -103,7 +103,7 @@ class Forgetting:
         kept = [slot for slot in index.used_slots() if index.salt[slot] == salt]
         for slot in sorted(kept, key=index.depth.__getitem__):  # parents first
             index.is_written[slot] = 0
-            if index.loading[slot] == VALID:
+            if index.has_bytes(slot):
                 self._write_behind.add(slot)
 
     def _is_needed(self, slot: int) -> bool:

@@ -92,6 +92,10 @@ class BlockIndex:
     def ref(self, slot: int) -> BlockRef:
         return BlockRef(self.key[slot], self.parent_key[slot], self.tokens[slot], self.depth[slot])
 
+    def has_bytes(self, slot: int) -> bool:
+        """Whether memory holds the block, and does not only wait for it; False for NONE."""
+        return slot != NONE and (self.host[slot] != NONE or self.loading[slot] == VALID)
+
     def add(self, ref: BlockRef, salt: bytes) -> int:
         """A slot for a block that has none. It has no copy yet: give it one at once."""
         assert ref.key not in self.slots, "the block has a slot already"

@@ -17,7 +17,7 @@ from kvstore.block import TierName
 from kvstore.config import check_seconds
 from kvstore.disk.pins import NAMELESS
 from kvstore.errors import BlockMissingError, CapacityError, ConfigError, KVStoreError
-from kvstore.index import LOADING, NONE, VALID
+from kvstore.index import LOADING, NONE
 from kvstore.lease import Lookup, Pin
 from kvstore.memory import Memory
 from kvstore.transfer import TransferLoop
@@ -76,7 +76,7 @@ class Pinning:
         """Hold what memory has of a prefix. Raises ``CapacityError`` beyond half of the slowest
         memory tier."""
         found = self._index.match(lookup.keys, lookup.runs)
-        slots = list(takewhile(self._has_bytes, found))
+        slots = list(takewhile(self._index.has_bytes, found))
         count, capacity = len(self.pinned.keys() | set(slots)), self._slowest.capacity
         if count > capacity // 2:
             raise CapacityError(
@@ -108,7 +108,7 @@ class Pinning:
         missing = [
             key
             for key, slot in zip(lookup.keys, found, strict=True)
-            if key not in lookup.on_disk and not (self._has_bytes(slot) or self._is_coming(slot))
+            if key not in lookup.on_disk and not (index.has_bytes(slot) or self._is_coming(slot))
         ]
         if missing:
             raise BlockMissingError(
@@ -116,7 +116,7 @@ class Pinning:
             )
         if not found:
             return Pin(0, lambda: None)
-        slots = [slot for slot in found if self._has_bytes(slot)]
+        slots = [slot for slot in found if index.has_bytes(slot)]
         _add(self.held, slots)
         pin = Pin(
             len(found),
@@ -147,11 +147,6 @@ class Pinning:
             if not coming.is_submitted and not any(map(self._is_being_written, coming.slots)):
                 coming.is_submitted = True
                 self._submit(coming)
-
-    def _has_bytes(self, slot: int) -> bool:
-        """Whether memory holds the block, and not only waits for it."""
-        index = self._index
-        return slot != NONE and (index.host[slot] != NONE or index.loading[slot] == VALID)
 
     def _is_coming(self, slot: int) -> bool:
         """Whether the block is being read from disk, which has it then."""
@@ -184,7 +179,7 @@ class Pinning:
         """Disk had no room for some blocks, or another process evicted them: write them again."""
         index = self._index
         slots = [index.slots.get(key, NONE) for key in missing]
-        is_whole = all(map(self._has_bytes, slots))
+        is_whole = all(map(index.has_bytes, slots))
         coming.num_tries += 1
         if coming.is_released or not is_whole or coming.num_tries == _MAX_TRIES:
             error = f"{len(missing)} of {len(coming.keys)} blocks cannot be kept on disk"

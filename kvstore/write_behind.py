@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from kvstore.backing import Backing
 from kvstore.block import PutOutcome, TierName
 from kvstore.errors import KVStoreError
-from kvstore.index import NONE
+from kvstore.index import NONE, VALID
 from kvstore.memory import Memory
 from kvstore.reports.histogram import Histogram, LastDay
 from kvstore.transfer import PendingWrite, TransferLoop
@@ -63,7 +63,8 @@ class WriteBehind:
         return self._num_in_flight == 0 and not self._index.dirty
 
     def add(self, slot: int) -> None:
-        """A block that disk does not hold. Parents are added before their children."""
+        """A block that disk does not hold, and memory does. Parents are added before their
+        children."""
         if self._backing.is_written and slot not in self._index.dirty:
             self._index.dirty_since[slot] = self._index.touched_s[slot] = self._clock()
             self._index.dirty.append(slot)
@@ -166,13 +167,12 @@ class WriteBehind:
         for slot in slots:
             index.dirty.remove(slot)
             index.transfers[slot] += 1
-            if index.device[slot] != NONE and not index.loading[slot]:
+            if index.device[slot] != NONE and index.loading[slot] == VALID:
                 source: int | memoryview = index.device[slot]
             else:
                 assert self._host is not None, "a dirty block has a copy in memory"
-                payload = self._host.payload(index.host[slot])
-                assert payload is not None
-                source = payload
+                assert index.host[slot] != NONE, "a dirty block has a copy in memory"
+                source = self._host.payload(index.host[slot])
             writes.append(PendingWrite(index.ref(slot), self._namespace, index.salt[slot], source))
         self._num_in_flight = len(slots)
 
@@ -210,13 +210,14 @@ class WriteBehind:
     def _write_after_parent(self, slot: int) -> None:
         """Another process evicted the parent from disk: write it again, then this block.
 
-        Gives the block up when memory does not hold the parent either; it is recomputed one day.
+        Gives the block up when memory does not hold the parent either, or only waits for it: what
+        it waits for is the copy that has gone. It is recomputed one day.
         """
         index = self._index
         key = index.key[slot]
         parent = index.slots.get(index.parent_key[slot], NONE)
         rewrites = self._rewrites[key] = self._rewrites.get(key, 0) + 1
-        if parent == NONE or rewrites > _MAX_REWRITES:
+        if not index.has_bytes(parent) or rewrites > _MAX_REWRITES:
             del self._rewrites[key]
             self._count(unwritten_blocks=1)
             return

@@ -1,12 +1,13 @@
 """Which dirty blocks are written when, and in which order."""
 
 import contextlib
+import math
 
 import pytest
 
 from kvstore.block import TierName
 from kvstore.config import StoreConfig
-from kvstore.errors import OutOfBlocksError
+from kvstore.errors import BlockMissingError, OutOfBlocksError
 from kvstore.testing import FakeClock, FaultyDisk, MemoryDisk
 
 END = [0]
@@ -182,3 +183,61 @@ def test_disk_is_told_of_a_use_once_in_a_touch_interval_leaf_first(make_engine, 
         engine.run(document(1, 3) + END)
         settle(engine)
     assert memory.touched == lookup.keys[::-1]
+
+
+@pytest.mark.parametrize("host_blocks", [0, 4])
+def test_a_parent_that_memory_only_waits_for_is_not_written(make_engine, clock, host_blocks):
+    """It used to be written from wherever it was going to be, or from another block's memory."""
+    disk = FaultyDisk(MemoryDisk())
+    engine = make_engine(8, disk=disk, host_blocks=host_blocks, clock=clock)
+    parent, child, sibling = document(1, 1), [7] * 4, [8] * 4
+    engine.run(parent + END)
+    engine.store.flush(10.0)
+    engine.run(parent + child + END)
+    index = engine.store.index
+    engine.store._evictor.drop_device(index.find(engine.look_up_memory(parent + END).ref(0)))
+    lookup = engine.look_up(parent + sibling + END)
+    disk.inner.blocks.clear()  # by another process, after the probe
+    lease = engine.store.reserve(lookup, 9)
+    engine.store.urge()
+    assert engine.store.run_until_idle(10.0)
+    assert lease.failed_keys == lookup.keys[:1]
+    engine.store.flush(10.0)  # the child is an orphan, while a lease holds what its parent was not
+    assert disk.inner.blocks == {}
+    assert engine.store.stats().written.unwritten_blocks == 1
+    engine.store.release(lease)
+
+
+class TouchedDisk(MemoryDisk):
+    """Notes what it is told of uses."""
+
+    async def touch(self, keys):
+        self.__dict__.setdefault("touched", []).extend(keys)
+
+
+def test_a_block_that_could_not_be_read_costs_the_others_no_touch(make_engine, clock):
+    """Its key was gone by then, and an empty one made the disk pass over all of them."""
+    disk = FaultyDisk(TouchedDisk())
+    engine = make_engine(8, disk=disk, clock=clock)
+    engine.run(document(1, 2) + END)
+    engine.store.flush(10.0)
+    engine.store.reset()
+    clock.advance(1000.0)
+    lookup = engine.look_up(document(1, 2) + END)
+    bad = lookup.keys[1]
+    disk.fail_reads = lambda ref: BlockMissingError("gone") if ref.key == bad else None
+    lease = engine.store.reserve(lookup, 9)
+    settle(engine)
+    engine.store.release(lease)
+    settle(engine)
+    assert disk.inner.touched == lookup.keys[::-1]
+
+
+@pytest.mark.parametrize("bytes_per_s", [1, math.inf])
+def test_writing_has_any_limit_or_none(make_engine, clock, bytes_per_s):
+    disk = MemoryDisk()
+    config = StoreConfig(write_bytes_per_s=bytes_per_s)
+    engine = make_engine(8, disk=disk, clock=clock, config=config)
+    engine.run(document(1, 1) + END)
+    engine.store.flush(10.0)
+    assert len(disk.blocks) == 1
