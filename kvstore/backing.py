@@ -34,6 +34,11 @@ class Backing:
         if tier is not None:
             tier.watch_removals(self._removed.extend)
 
+    @property
+    def is_checking(self) -> bool:
+        """It takes no block yet, and will: its file is being checked."""
+        return self.tier is not None and self.tier.is_checking
+
     def lose(self, error: KVStoreError) -> None:
         """The tier broke: the store goes on with memory alone. Said once, in the log."""
         if self.tier is None:

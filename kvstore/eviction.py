@@ -82,7 +82,7 @@ class Evictor:
             return False
         unready = [slot for slot in victims if not (slot in lost or self._is_on_host(slot))]
         passing = {slot for slot in self._demote(unready, keep) if slot not in held}
-        unready = [slot for slot in unready if slot not in passing or not self._is_clean(slot)]
+        unready = [slot for slot in unready if slot not in passing or not self._may_go(slot)]
         self._write_behind.urge(slot for slot in unready if slot in passing)
         if unready:
             return False
@@ -167,8 +167,8 @@ class Evictor:
     def _is_on_host(self, slot: int) -> bool:
         return self._index.host[slot] != NONE and not self._index.transfers[slot]
 
-    def _is_clean(self, slot: int) -> bool:
-        return slot not in self._index.dirty and not self._index.transfers[slot]
+    def _may_go(self, slot: int) -> bool:
+        return not (self._index.transfers[slot] or self._write_behind.needs_writing(slot))
 
     def _demote(self, victims: list[int], keep: Set[int] = frozenset()) -> list[int]:
         """Start copying victims, oldest first, to host. Returns those that pass the host tier by.
@@ -199,7 +199,7 @@ class Evictor:
             may_go = oldest in lost or victim in self._held
             if oldest == NONE or not (may_go or index.used_at[oldest] < index.used_at[victim]):
                 passing.append(victim)
-            elif oldest in index.dirty:
+            elif self._write_behind.needs_writing(oldest):
                 self._write_behind.urge((oldest,))
             else:
                 displaced.append(oldest)

@@ -3,7 +3,7 @@
 As an operating system cleans dirty pages: by age (disk does not hold a block after
 ``dirty_max_age_s``) and by fill (memory beyond the high watermark, until the low one), oldest
 first. A prompt's blocks become dirty root first, and are written in that order, so that a parent
-is on disk before its children.
+is on disk before its children. While disk checks its file they are kept, as far as there is room.
 """
 
 import math
@@ -19,6 +19,7 @@ from kvstore.reports.histogram import Histogram, LastDay
 from kvstore.transfer import PendingWrite, TransferLoop
 
 _MAX_REWRITES = 8  # of one block whose parent went from disk meanwhile
+_CHECKING_PAUSE_S = 0.1  # between looks whether disk has checked its file
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,11 @@ class WriteBehind:
         if stale:
             self._transfer.touch([index.key[slot] for slot in stale])
 
+    def needs_writing(self, slot: int) -> bool:
+        """Whether a block is to be written before it goes. Not while disk checks its file, which
+        may take minutes: it is lost then, if its room is needed."""
+        return slot in self._index.dirty and not self._backing.is_checking
+
     def urge(self, slots: Iterable[int]) -> None:
         """Somebody waits for the room of these dirty blocks: write them, and older ones, now."""
         since = self._index.dirty_since
@@ -117,6 +123,8 @@ class WriteBehind:
         oldest = next(iter(self._index.dirty), NONE)
         if oldest == NONE or self._num_in_flight:
             return math.inf  # the completion wakes the owner
+        if self._backing.is_checking:
+            return self._clock() + _CHECKING_PAUSE_S
         since = self._index.dirty_since[oldest]
         if since <= self._urgent_before or self._filling:
             return since
@@ -127,7 +135,7 @@ class WriteBehind:
         if not self._index.dirty:
             self._urgent_before = -math.inf
             return
-        if self._num_in_flight:
+        if self._num_in_flight or self._backing.is_checking:
             return
         self._watch_fill()
         group = self._next_group()

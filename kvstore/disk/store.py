@@ -206,6 +206,11 @@ class DiskStore:
                 for namespace, value in txn.cursor(db=self._env.namespaces)
             }
 
+    @property
+    def is_checking(self) -> bool:
+        """Whether our own check of the file is in progress: ``close`` waits for its end."""
+        return self._env.state is State.CHECKING and not self._env.waits_for_others
+
     def wait_ready(self, timeout_s: float | None = None) -> bool:
         """Wait until a check in progress has ended; False when the time ran out."""
         return self._env.wait_ready(timeout_s)

@@ -111,6 +111,7 @@ class SimulatedDisk:
         self._num_children: dict[bytes, int] = {}
         self._leaves: list[tuple[int, bytes]] = []  # a heap; an entry with an old order is void
         self.num_written = self.num_evicted = 0
+        self.is_checking = False
 
     def __len__(self) -> int:
         return len(self._order)

@@ -35,6 +35,7 @@ class MemoryDisk:
     pins: dict[bytes, dict[bytes, float]] = field(default_factory=dict)  # last block: hold: end
     clock: Callable[[], float] = time.time
     is_closed: bool = False
+    is_checking: bool = False
     published: Mapping[str, Any] = field(default_factory=dict)
     _checksums: dict[bytes, int] = field(default_factory=dict)
     _owners: dict[bytes, tuple[bytes, bytes]] = field(default_factory=dict)  # namespace, salt
@@ -204,6 +205,10 @@ class FaultyDisk:
         self.delay_s = 0.0
         self.bytes_per_s = float("inf")
         self.sleep: Callable[[float], Awaitable[object]] = asyncio.sleep
+
+    @property
+    def is_checking(self) -> bool:
+        return self.inner.is_checking
 
     async def probe(self, refs: Sequence[BlockRef]) -> list[DiskEntry]:
         await self._pass(0)

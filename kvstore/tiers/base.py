@@ -117,6 +117,11 @@ class DiskTier(Protocol):
     worker thread has returned.
     """
 
+    @property
+    def is_checking(self) -> bool:
+        """Whether its file is being checked before it serves anything: keep what it is to take.
+        Any thread."""
+
     async def probe(self, refs: Sequence[BlockRef]) -> list[DiskEntry]:
         """Entries of the longest run of ``refs``, from the first on, that disk holds."""
 

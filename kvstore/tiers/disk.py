@@ -26,6 +26,10 @@ class LmdbTier:
         self._writer = ThreadPoolExecutor(1, "kv-disk-write")
         self._watcher: Callable[[Sequence[RemovedBlock]], None] | None = None
 
+    @property
+    def is_checking(self) -> bool:
+        return self._disk.is_checking
+
     async def probe(self, refs: Sequence[BlockRef]) -> list[DiskEntry]:
         return await self._run(self._readers, self._disk.probe, refs)
 

@@ -2,13 +2,17 @@
 
 import contextlib
 import math
+import threading
 
 import pytest
 
 from kvstore.block import TierName
 from kvstore.config import StoreConfig
+from kvstore.disk import DiskStore, startup
+from kvstore.disk.attach import ATTACH_FILE
 from kvstore.errors import BlockMissingError, OutOfBlocksError
 from kvstore.testing import FakeClock, FaultyDisk, MemoryDisk
+from kvstore.tiers.disk import LmdbTier
 
 END = [0]
 
@@ -241,3 +245,45 @@ def test_writing_has_any_limit_or_none(make_engine, clock, bytes_per_s):
     engine.run(document(1, 1) + END)
     engine.store.flush(10.0)
     assert len(disk.blocks) == 1
+
+
+@pytest.mark.parametrize("host_blocks", [0, 3])
+def test_what_is_computed_while_disk_is_checked_is_written_when_that_has_ended(
+    make_engine, clock, host_blocks
+):
+    """It used to be refused as by a full disk, and never written."""
+    memory = MemoryDisk(is_checking=True)
+    engine = make_engine(6, disk=memory, host_blocks=host_blocks, clock=clock)
+    engine.run(document(1, 3) + END)
+    clock.advance(100.0)
+    settle(engine)
+    assert not engine.store.flush(0.0)
+    assert (memory.blocks, engine.store.stats().dirty_blocks) == ({}, 3)
+    engine.run(document(2, 5) + END)  # nobody waits for the end of the check
+    engine.run(document(3, 3) + END)
+    memory.is_checking = False
+    assert engine.store.flush(10.0)
+    assert len(memory.blocks) > 3
+
+
+def test_closing_waits_for_the_check_of_the_disk_and_then_writes(
+    make_engine, tmp_path, monkeypatch
+):
+    def make():
+        return make_engine(8, disk=LmdbTier(DiskStore.open(tmp_path, capacity_bytes=1 << 20)))
+
+    first = make()
+    first.run(document(1, 1) + END)
+    first.store.close()
+    (tmp_path / ATTACH_FILE).unlink()  # the file has no history: it is checked
+    go = threading.Event()
+    check = startup.check_deep
+    monkeypatch.setattr(startup, "check_deep", lambda file: go.wait(60.0) and check(file))
+    second = make()
+    assert second.store.stats().tiers["disk"].state == "checking"
+    second.run(document(2, 2) + END)
+    assert not second.store.flush(0.0)
+    go.set()
+    second.store.close()
+    lookup = make().look_up(document(2, 2) + END)
+    assert lookup.sources == [TierName.DISK] * 2
