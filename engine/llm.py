@@ -315,7 +315,8 @@ class LLM:
         """Forget this model's cached blocks of one salt, in one tier or in all of them.
 
         What is in use or pinned is skipped; returns how many copies were. With ``tier="device"`` or
-        ``"host"`` only that tier's copies go: what disk does not hold yet is written first.
+        ``"host"`` only that tier's copies go: what disk does not hold yet is written first. Raises
+        ``TierBrokenError`` when disk cannot be changed now, after what is in memory has gone.
         """
         return reset_cache(self._core, tier, cache_salt or "")
 

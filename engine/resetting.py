@@ -3,14 +3,14 @@
 from engine.core import EngineCore
 from engine.scheduling.sequence import check_salt
 from kvstore.block import TierName
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, KVStoreError
 
 
 def reset_cache(core: EngineCore, tier: str | None, salt: str) -> int:
     """The blocks of one salt, in one tier or, with None, in all; how many copies were skipped.
 
     Waits: what disk does not hold yet is written first. Raises ``ConfigError`` for a tier or salt
-    that is none.
+    that is none, ``TierBrokenError`` when disk cannot be changed now.
     """
     name = None if tier is None else _tier_name(tier)
     check_salt(salt)
@@ -20,10 +20,12 @@ def reset_cache(core: EngineCore, tier: str | None, salt: str) -> int:
     if name is not TierName.DISK:
         skipped = core.call(lambda: store.reset(name, salt))
     if name in (None, TierName.DISK):
-        kept: list[int] = []
+        kept: list[int | KVStoreError] = []
         core.call(lambda: store.clear_disk(salt, kept.append))
         core.wait_for(lambda: bool(kept))
-        skipped += sum(kept)
+        if isinstance(kept[0], KVStoreError):
+            raise kept[0]
+        skipped += kept[0]
     return skipped
 
 

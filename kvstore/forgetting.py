@@ -79,7 +79,7 @@ class Forgetting:
 
         self._transfer.forget(lookup.keys, end, beginning, kept, finish)
 
-    def clear_disk(self, salt: str, done: Callable[[int], None]) -> None:
+    def clear_disk(self, salt: str, done: Callable[[int | KVStoreError], None]) -> None:
         """See ``BlockStore.clear_disk``."""
         if self._backing.tier is None:
             done(0)
@@ -87,13 +87,13 @@ class Forgetting:
         digest = salt_digest(salt)
 
         def end(outcome: Removal | KVStoreError) -> None:
-            kept = 0
-            if isinstance(outcome, Removal):
-                kept = outcome.num_pinned
-                if not kept:
-                    self._memory.events.cleared(TierName.DISK, digest)
-                self._rewrite(digest)
-            done(kept)
+            if isinstance(outcome, KVStoreError):
+                done(outcome)
+                return
+            if not outcome.num_pinned:
+                self._memory.events.cleared(TierName.DISK, digest)
+            self._rewrite(digest)
+            done(outcome.num_pinned)
 
         self._transfer.clear(chain_seed(self._memory.namespace, salt), end)
 

@@ -396,10 +396,11 @@ class BlockStore:
         self._check_open()
         self._forgetting.forget(lookup, beginning, done)
 
-    def clear_disk(self, salt: str, done: Callable[[int], None]) -> None:
+    def clear_disk(self, salt: str, done: Callable[[int | KVStoreError], None]) -> None:
         """Drop this namespace's and salt's blocks from disk, except those that are pinned there.
 
-        ``poll()`` calls ``done`` then, with how many stayed.
+        ``poll()`` calls ``done`` then, with how many stayed, or with the reason why disk could not
+        be changed.
         """
         self._check_open()
         self._forgetting.clear_disk(salt, done)

@@ -285,8 +285,10 @@ class DiskStore:
         return self._can_write() and self._writer.unpin(key, None)
 
     def remove(self, keys: Sequence[bytes]) -> Removal:
-        """Drop these blocks. One with remaining children keeps its record; pinned ones stay."""
-        return self._writer.remove(keys) if self._can_write() else Removal(0, 0)
+        """Drop these blocks. One with remaining children keeps its record; pinned ones stay, all
+        of them when nothing can be changed."""
+        removal = self._writer.remove(keys) if self._can_write() else None
+        return removal or Removal(0, 0)
 
     def evict(self, seen: Mapping[bytes, bytes], *, with_pinned: bool = False) -> set[bytes]:
         """Drop the blocks, given as key and order, that were not used or continued since.
@@ -303,8 +305,14 @@ class DiskStore:
         return gone
 
     def clear(self, ancestor: bytes) -> Removal:
-        """Drop every block below this key or seed, also those below bad ones, but no pinned one."""
-        return self._writer.clear(ancestor) if self._can_write() else Removal(0, 0)
+        """Drop every block below this key or seed, also those below bad ones, but no pinned one.
+
+        Raises ``TierBrokenError`` when nothing can be changed now.
+        """
+        removal = self._writer.clear(ancestor) if self._can_write() else None
+        if removal is None:
+            raise self.refusal()
+        return removal
 
     def forget(
         self, keys: Sequence[bytes], end: bytes, beginning: bytes, spared: Container[bytes]
@@ -316,7 +324,7 @@ class DiskStore:
         them. Raises ``TierBrokenError`` when nothing can be changed now.
         """
         if not self._can_write():
-            return 0
+            raise self.refusal()
         own = own_blocks(self._env, keys, end, beginning, spared)
         count = 0
         while some := list(islice(own, _FORGET_SLICE)):
@@ -382,7 +390,7 @@ class DiskStore:
         if self._changes.is_locked_out():
             who = self._env.attachment.describe_holders()
             return f"it is being written by {who}; try again, or end that"
-        return self._env.reason or self._changes.space.reason or "it is full"
+        return self._state()[1] or "it is full"
 
     def _state(self) -> tuple[str, str | None]:
         env = self._env

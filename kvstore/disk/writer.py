@@ -148,14 +148,26 @@ class Writer:
                 tier="disk",
             )
 
-    def remove(self, keys: Sequence[bytes]) -> Removal:
+    def remove(self, keys: Sequence[bytes]) -> Removal | None:
+        """None when that cannot be done now, or not to the end."""
         kept: set[bytes] = set()
-        slices = range(0, len(keys), _REMOVE_SLICE)
-        count = sum(self._remove(keys[start : start + _REMOVE_SLICE], kept) for start in slices)
+        count = 0
+        for start in range(0, len(keys), _REMOVE_SLICE):
+            num_gone = self._remove(keys[start : start + _REMOVE_SLICE], kept)
+            if num_gone is None:
+                return None
+            count += num_gone
         return Removal(count, len(kept))
 
-    def _remove(self, keys: Sequence[bytes], kept: set[bytes]) -> int:
-        return self._changes.attempt(lambda ledger: _remove(ledger, keys, kept))
+    def _remove(self, keys: Sequence[bytes], kept: set[bytes]) -> int | None:
+        num_gone = 0
+
+        def drop(ledger: Ledger) -> int:
+            nonlocal num_gone
+            num_gone = _remove(ledger, keys, kept)
+            return 1
+
+        return num_gone if self._changes.attempt(drop) else None
 
     def evict(self, seen: Mapping[bytes, bytes], *, with_pinned: bool) -> set[bytes] | None:
         """None when that cannot be done now."""
@@ -168,7 +180,8 @@ class Writer:
 
         return gone if self._changes.attempt(drop_unchanged) else None
 
-    def clear(self, ancestor: bytes) -> Removal:
+    def clear(self, ancestor: bytes) -> Removal | None:
+        """None as ``remove``."""
         keys: list[bytes] = []
         level = [ancestor]
         while level:

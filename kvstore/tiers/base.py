@@ -141,7 +141,10 @@ class DiskTier(Protocol):
         """Record a use, leaf first and root last."""
 
     async def clear(self, seed: bytes) -> Removal:
-        """Drop every block that descends from ``seed`` and is not pinned."""
+        """Drop every block that descends from ``seed`` and is not pinned.
+
+        Raises ``TierBrokenError`` when it cannot be written.
+        """
 
     async def forget(
         self, keys: Sequence[bytes], end: bytes, beginning: bytes, spared: Container[bytes]

@@ -4,8 +4,17 @@ import pytest
 
 from kvstore.block import BlockLayout, TierName
 from kvstore.config import StoreConfig
-from kvstore.errors import CorruptBlockError, OutOfBlocksError, StoreClosedError
+from kvstore.disk import DiskStore
+from kvstore.disk.attach import Attachment
+from kvstore.errors import (
+    CorruptBlockError,
+    OutOfBlocksError,
+    StoreClosedError,
+    TierBrokenError,
+)
+from kvstore.reports.events import AllBlocksCleared
 from kvstore.testing import FakeClock, FaultyDisk, MemoryDisk
+from kvstore.tiers.disk import LmdbTier
 from kvstore.tiers.host import HostCopier, HostPool
 
 LAYOUT = BlockLayout(num_layers=2, block_size=4, num_kv_heads=1, head_dim=2, dtype="float32")
@@ -691,6 +700,31 @@ def test_what_outlives_a_cleared_disk_is_written_again(make_engine):
         engine.store.run_until_idle(10.0)
         engine.store.flush()
         assert len(disk.blocks) == 2
+
+
+@pytest.mark.parametrize("is_locked", [False, True])
+def test_a_disk_that_cannot_be_cleared_says_so(make_engine, tmp_path, is_locked):
+    """It used to say that nothing stayed, and that all had been cleared."""
+    directory = tmp_path / "cache"
+    first = make_engine(disk=LmdbTier(DiskStore.open(directory, capacity_bytes=1 << 20)))
+    first.run(A + B + END)
+    first.store.close()
+    config = StoreConfig(disk_mode="rw" if is_locked else "ro")
+    disk = DiskStore.open(directory, config=config, lock_timeout_s=0.0)
+    engine = make_engine(disk=LmdbTier(disk), config=config)
+    other = Attachment(directory, "other")
+    if is_locked:
+        assert other.try_writer_lock()
+    outcomes, events = [], []
+    engine.store.events.subscribe(events.extend)
+    engine.store.clear_disk("", outcomes.append)
+    engine.store.forget(engine.look_up(A + B + END), b"", outcomes.append)
+    engine.store.run_until_idle(10.0)
+    other.detach()
+    assert [type(outcome) for outcome in outcomes] == [TierBrokenError] * 2
+    assert ("is being written" if is_locked else "disk_mode='ro'") in str(outcomes[0])
+    assert not any(isinstance(event, AllBlocksCleared) for event in events)
+    assert sources(engine.look_up(A + B + END)) == ["disk", "disk"]
 
 
 def test_load_policy_never_uses_the_device_only(make_engine):
