@@ -159,10 +159,13 @@ class Pin:
         return self._has_ended()
 
     def release(self) -> None:
-        """End the hold; calling it again does nothing."""
-        release, self._release = self._release, None
-        if release is not None:
-            release()
+        """End the hold; calling it again does nothing.
+
+        Raises ``StoreClosedError`` for one on disk whose store is closed: that stays.
+        """
+        if self._release is not None:
+            self._release()
+            self._release = None
 
     def __enter__(self) -> "Pin":
         return self

@@ -16,7 +16,13 @@ from kvstore.backing import Backing
 from kvstore.block import TierName
 from kvstore.config import check_seconds
 from kvstore.disk.pins import NAMELESS
-from kvstore.errors import BlockMissingError, CapacityError, ConfigError, KVStoreError
+from kvstore.errors import (
+    BlockMissingError,
+    CapacityError,
+    ConfigError,
+    KVStoreError,
+    StoreClosedError,
+)
 from kvstore.index import LOADING, NONE
 from kvstore.lease import Lookup, Pin
 from kvstore.memory import Memory
@@ -211,8 +217,13 @@ class Pinning:
             """A hold that cannot be given back because the disk is gone holds nothing any more."""
             coming.pin.is_settled = True
 
+        try:
+            self._transfer.release(coming.keys[-1], coming.hold, end)
+        except StoreClosedError as error:
+            raise StoreClosedError(
+                f"{error}: the blocks stay pinned on disk; kvstore unpin releases them"
+            ) from None
         coming.pin.is_settled = False
-        self._transfer.release(coming.keys[-1], coming.hold, end)
 
 
 def _add(holds: dict[int, int], slots: Sequence[int]) -> None:

@@ -5,7 +5,13 @@ import pytest
 from kvstore.block import TierName
 from kvstore.config import DiskConfig, StoreConfig
 from kvstore.disk import DiskStore
-from kvstore.errors import BlockMissingError, CapacityError, ConfigError, TierBrokenError
+from kvstore.errors import (
+    BlockMissingError,
+    CapacityError,
+    ConfigError,
+    StoreClosedError,
+    TierBrokenError,
+)
 from kvstore.hashing import encode_tokens
 from kvstore.testing import FakeClock, FaultyDisk, MemoryDisk
 from kvstore.tiers.disk import LmdbTier
@@ -137,6 +143,18 @@ def test_what_is_pinned_on_disk_is_written_whatever_the_policy(make_engine, writ
     engine.store.pin(look_up(engine, document(1)), ttl_s=10.0)
     settle(engine)
     assert len(memory.pinned()) == len(memory.blocks) == 3
+
+
+def test_a_pin_on_disk_that_outlives_its_store_says_how_to_release_it(make_engine):
+    memory = MemoryDisk()
+    engine = make_engine(8, disk=memory)
+    engine.run(document(1) + END)
+    pin = engine.store.pin(look_up(engine, document(1)), persist=True)
+    engine.store.close(10.0)
+    for _ in range(2):
+        with pytest.raises(StoreClosedError, match="stay pinned on disk; kvstore unpin"):
+            pin.release()
+    assert (pin.is_settled, pin.error, len(memory.pinned())) == (True, None, 3)
 
 
 def test_a_pin_on_disk_survives_a_restart_and_is_released_by_another_store(make_engine, tmp_path):

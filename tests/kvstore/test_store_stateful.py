@@ -29,6 +29,7 @@ from kvstore.errors import (
     ConfigError,
     CorruptBlockError,
     OutOfBlocksError,
+    StoreClosedError,
     TierBrokenError,
 )
 from kvstore.hashing import namespace_id
@@ -102,6 +103,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.held: list[Entry] = []
         self.pins: list[Pin] = []
         self.disk_pins: list[tuple[Pin, list[bytes], float]] = []  # with their blocks and their end
+        self.outliving: list[Pin] = []  # their store is closed; the blocks stay pinned
         self.open_store()
 
     def open_store(self):
@@ -275,6 +277,10 @@ class StoreMachine(RuleBasedStateMachine):
     def unpin_on_disk(self, choice):
         if self.disk_pins:
             pin, keys, _ = self.disk_pins[choice % len(self.disk_pins)]
+            if pin in self.outliving:
+                with contextlib.suppress(StoreClosedError):
+                    pin.release()
+                return
             self.disk_pins = [each for each in self.disk_pins if each[1][-1:] != keys[-1:]]
             pin.release()
 
@@ -372,6 +378,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.pins.clear()
         self.store.close(10.0)
         assert all(pin.is_settled for pin, _, _ in self.disk_pins)
+        self.outliving = [pin for pin, _, _ in self.disk_pins]
         self.open_store()
 
     @invariant()
