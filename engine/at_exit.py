@@ -1,4 +1,7 @@
-"""Engines that nobody has closed are closed when the interpreter ends."""
+"""Engines that nobody has closed are closed when the interpreter ends.
+
+Held weakly: one that runs is kept by its step thread, also when nobody else has it any more.
+"""
 
 import atexit
 import concurrent.futures.thread  # noqa: F401 - registers its own hook, before ours
@@ -17,7 +20,7 @@ _open: "weakref.WeakSet[Closable]" = weakref.WeakSet()
 
 
 def close_at_exit(engine: Closable) -> None:
-    """Unless it is collected, or ``is_closed_now`` is told of it, before."""
+    """Unless ``is_closed_now`` is told of it before."""
     _open.add(engine)
 
 

@@ -88,7 +88,7 @@ class LLM:
         self._reader = PromptReader(self.tokenizer, self.max_model_len)
         self._requests = RequestMaker(self._loaded, self._reader, self.config.seed)
         self._core = build_core(self.config, self._loaded)
-        close_at_exit(self)
+        close_at_exit(self._core)
 
     # ---- answers -------------------------------------------------------------------------------
 
@@ -353,7 +353,7 @@ class LLM:
 
         Calling it again does nothing."""
         check_seconds("timeout", timeout, may_be_zero=True)
-        is_closed_now(self)
+        is_closed_now(self._core)
         self._core.close(timeout)
 
     def __enter__(self) -> "LLM":

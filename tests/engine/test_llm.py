@@ -189,10 +189,12 @@ def test_a_new_process_finds_the_blocks_on_disk(make_llm, tiny_model, tiny_promp
 
 
 def test_an_engine_that_nobody_closed_writes_its_blocks_at_exit(make_llm, tiny_model, tmp_path):
+    """Nor one that nobody had any more, as it was made in a function that has returned."""
     code = (
-        "import sys; from engine import LLM; llm = LLM(sys.argv[1], dtype='float32',"
-        "skip_tokenizer_init=True, device_cache='16MiB', disk_cache=sys.argv[2],"
-        "store_config={'dirty_max_age_s': 1000.0}); llm.generate([[5] * 40])"
+        "import sys; from engine import LLM; engines = [LLM(sys.argv[1], dtype='float32',"
+        "skip_tokenizer_init=True, device_cache='16MiB', disk_cache=f'{sys.argv[2]}/{name}',"
+        "store_config={'dirty_max_age_s': 1000.0}) for name in ('kept', 'dropped')];"
+        "[llm.generate([[5] * 40]) for llm in engines]; del engines[1]"
     )
     child = subprocess.run(
         [sys.executable, "-c", code, tiny_model, str(tmp_path / "cache")],
@@ -201,8 +203,9 @@ def test_an_engine_that_nobody_closed_writes_its_blocks_at_exit(make_llm, tiny_m
         check=True,
     )
     assert child.stderr == ""
-    llm = make_llm(disk_cache=tmp_path / "cache")
-    assert llm.stats().tiers["disk"].used_blocks >= 2
+    for name in ("kept", "dropped"):
+        llm = make_llm(disk_cache=tmp_path / "cache" / name)
+        assert llm.stats().tiers["disk"].used_blocks >= 2, name
 
 
 def test_a_killed_process_loses_only_what_is_younger_than_the_dirty_age(
