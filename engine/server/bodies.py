@@ -5,7 +5,7 @@ What the engine does not have is refused, not ignored, unless its value changes 
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, model_validator
 from starlette.exceptions import HTTPException
@@ -89,7 +89,8 @@ class BodyLimit:
 class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    include_usage: bool = False
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None  # padding against who counts bytes
 
 
 class Body(BaseModel):
@@ -149,7 +150,7 @@ class Body(BaseModel):
     @property
     def wants_usage(self) -> bool:
         """Whether a stream ends with a chunk that has the usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def limit(self) -> tuple[str, int | None]:
         """The most tokens that the client asked for, and its name for them."""

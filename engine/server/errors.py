@@ -82,7 +82,7 @@ class ApiError(Exception):
         where = [str(part) for part in first["loc"] if part != "body"]
         name = where[0] if where else None
         if first["type"] == "extra_forbidden":
-            return cls(400, f"{name}: this server has no such parameter", param=name)
+            return cls(400, f"{'.'.join(where)}: this server has no such parameter", param=name)
         if first["type"] == "json_invalid":
             return cls(400, "the body is not JSON")
         if name is None:

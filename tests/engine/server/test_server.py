@@ -115,7 +115,8 @@ def test_prompts_may_be_lists_token_ids_and_echoed(client, llm):
 def test_a_streamed_completion_is_the_whole_one_in_parts(client, n):
     sampled = GREEDY | {"temperature": 1.0, "seed": 5, "n": n, "max_tokens": 20}
     whole = client.completions.create(prompt=["Once upon", "a time"], **sampled)
-    options = {"stream": True, "stream_options": {"include_usage": True}}
+    wanted = {"include_usage": True, "include_obfuscation": False}
+    options = {"stream": True, "stream_options": wanted}
     chunks = list(client.completions.create(prompt=["Once upon", "a time"], **sampled, **options))
     texts = [""] * 2 * n
     for chunk in chunks[:-1]:
@@ -305,6 +306,7 @@ def test_a_prompt_that_is_cut_leaves_its_room_to_the_answer(server, llm):
         ({"logit_bias": {"100000": 1}}, "logit_bias"),
         ({"colour": "red"}, "colour"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream_options": {"include_obfuscation": True}, "stream": True}, "stream_options"),
         ({"messages": None}, "messages"),
         ({"messages": [{"role": "user"}]}, None),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None),
