@@ -155,6 +155,8 @@ def _setups(
     given = {name: settings[name] for name in _SIZES}
     if not any(given.values()):
         return
+    if given["device_cache"] is None:
+        raise click.UsageError(f"a split over tiers needs {_SIZES['device_cache']}, too")
     sizes = []
     for name, text in given.items():
         asked = [(parse_size(word, _SIZES[name]), word) for word in _words(text or "0")]

@@ -178,6 +178,10 @@ def test_wrong_usage_is_one_line_and_2(plan, arguments):
     assert len(stderr.splitlines()) == 1
 
 
+def test_a_split_without_a_device_names_the_option_and_not_a_value_that_nobody_gave(plan):
+    assert "needs --device-cache" in plan(TRACE, "--host-cache", "64GiB")[2]
+
+
 def test_a_bad_trace_is_one_line_and_1(plan, tmp_path):
     trace = tmp_path / "trace"
     trace.write_text('{"input_length": 5, "hash_ids": [1]}\n{"input_length": 5}\n')
