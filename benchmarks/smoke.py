@@ -4,7 +4,8 @@
 
 A ratio of contenders that took turns is held against a bound of its toy size, with slack: a time
 says little on a shared machine. A ratio that a loaded one makes 1.5 times worse is no fault, nor
-one that is worse once and not a second time. The model is the lower part of the demo model.
+one that is worse in some runs and not in all of three. The model is the lower part of the demo
+model.
 
 Exits with 1 and the ratios that are worse. A benchmark that is not listed fails the run as well.
 """
@@ -26,6 +27,7 @@ from typing import Any
 from harness import Record, misses_goal, say
 
 SLACK = 1.5
+TRIES = 3
 LAYERS = 6  # of the demo model's 30
 
 
@@ -205,9 +207,15 @@ def run_all(names: Sequence[str], model: str) -> list[str]:
     for name in names:
         started, spent = time.monotonic(), sum(os.times()[:4])
         records = run(name, TOYS[name], model)
-        if any(misses_goal(record, SLACK) for record in records):
-            say(f"{name}: worse than its bound, once more")
-            records = run(name, TOYS[name], model)
+        for _ in range(TRIES - 1):
+            if any(misses_goal(record, SLACK) for record in records):
+                say(f"{name}: worse than its bound, once more")
+                again = {record["case"]: record for record in run(name, TOYS[name], model)}
+                # What was fine once stays so: it may be another case that noise meets now.
+                records = [
+                    again[record["case"]] if misses_goal(record, SLACK) else record
+                    for record in records
+                ]
         took = time.monotonic() - started, sum(os.times()[:4]) - spent
         say("{}: {:.1f} s, {:.1f} s of processors".format(name, *took))
         for record in records:

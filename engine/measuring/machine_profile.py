@@ -6,6 +6,7 @@ compute, on a cache in a temporary directory.
 
 import tempfile
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -24,7 +25,9 @@ _NUM_SEQUENCES = 16  # of one block each, for the loads from disk
 _LONGEST_S = 30.0  # for what should take milliseconds
 
 
-def measure_machine(model: str, *, max_model_len: int = 4096) -> HardwareProfile:
+def measure_machine(
+    model: str, *, max_model_len: int = 4096, clock: Callable[[], float] = time.perf_counter
+) -> HardwareProfile:
     """Load ``model`` and run it for a second or two, with up to a quarter of ``max_model_len``
     positions before a token.
 
@@ -43,9 +46,7 @@ def measure_machine(model: str, *, max_model_len: int = 4096) -> HardwareProfile
         store, runner = build_parts(config, loaded, lambda: None)
         try:
             for _ in range(2):  # the first forwards of a process are slow
-                calibration = Calibration(
-                    store, runner, time.perf_counter, chunk_tokens=_CHUNK_TOKENS
-                )
+                calibration = Calibration(store, runner, clock, chunk_tokens=_CHUNK_TOKENS)
                 while not calibration.is_done:
                     calibration.advance()
             _fill(store)

@@ -26,7 +26,8 @@ class MemoryDisk:
     """A disk tier in a dictionary, with the rules of the real one: a block needs its parent, and
     one whose bytes changed is a miss until it is written again.
 
-    ``capacity`` in blocks; beyond it puts answer ``FULL``.
+    ``capacity`` in blocks; beyond it puts answer ``FULL``. The transfer loop changes it while its
+    owner looks at it: ``stats`` and ``pinned`` go through copies.
     """
 
     capacity: int = 1 << 30
@@ -152,21 +153,22 @@ class MemoryDisk:
     def pinned(self) -> set[bytes]:
         """Blocks that a pin protects now."""
         found: set[bytes] = set()
-        for key, holds in self.pins.items():
-            until = max(holds.values())
-            while until > self.clock() and key in self.blocks:
+        for key, holds in list(self.pins.items()):
+            until = max(list(holds.values()), default=0.0)
+            while until > self.clock() and (held := self.blocks.get(key)) is not None:
                 found.add(key)
-                key = self.blocks[key][0].parent
+                key = held[0].parent
         return found
 
     def watch_removals(self, watcher: Callable[[Sequence[RemovedBlock]], None]) -> None:
         self._watcher = watcher
 
     def stats(self) -> DiskStats:
-        used = sum(len(payload) for _, payload in self.blocks.values())
+        blocks = list(self.blocks.values())
+        used = sum(len(payload) for _, payload in blocks)
         return DiskStats(
-            blocks=len(self.blocks),
-            tokens=sum(len(ref.tokens) // 4 for ref, _ in self.blocks.values()),
+            blocks=len(blocks),
+            tokens=sum(len(ref.tokens) // 4 for ref, _ in blocks),
             used_bytes=used,
             file_bytes=used,
             capacity_bytes=0,

@@ -33,9 +33,24 @@ def test_a_ratio_beyond_its_bound_with_slack_ends_with_1(monkeypatch, capsys):
     assert capsys.readouterr().out.count("fine") == 1
 
 
-def test_a_ratio_that_is_worse_only_once_is_fine(monkeypatch, capsys):
-    ratios = iter([1.6, 1.4])
-    record = {"case": "a", "goal": 1.0, "goal_is": "at most"}
-    monkeypatch.setattr(smoke, "run", lambda *_: [record | {"ratio": next(ratios)}])
-    assert smoke.run_all(["store"], "model") == []
-    assert "1.400" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("tries", "worse"),
+    [
+        ([(1.6, 1.0), (1.4, 1.0)], []),
+        ([(1.6, 1.0), (1.7, 1.0), (1.4, 1.0)], []),
+        ([(1.6, 1.0), (1.4, 1.9)], []),  # another one is worse the second time
+        ([(1.6, 1.0), (1.6, 1.9), (1.6, 1.0)], ["store a"]),
+    ],
+)
+def test_a_ratio_is_worse_when_every_run_says_so(monkeypatch, tries, worse):
+    runs = iter(tries)
+
+    def run(*_):
+        return [
+            {"case": case, "ratio": ratio, "goal": 1.0, "goal_is": "at most"}
+            for case, ratio in zip("ab", next(runs), strict=True)
+        ]
+
+    monkeypatch.setattr(smoke, "run", run)
+    assert smoke.run_all(["store"], "model") == worse
+    assert list(runs) == []

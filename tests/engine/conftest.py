@@ -152,22 +152,27 @@ def record_steps(monkeypatch) -> Callable[[LLM], Steps]:
 
 @pytest.fixture
 def hold_first(monkeypatch) -> Callable[..., Callable[[], None]]:
-    """Makes an engine stand still when a first sample has so many tokens, until that sample is
-    aborted or what this returns is called: whatever a test does meanwhile comes in time."""
+    """Makes an engine stand still when the samples that begin first have so many tokens, until they
+    are aborted or what this returns is called: whatever a test does meanwhile comes in time. With
+    ``and_each`` it stands still again for those that begin later."""
 
-    def hold(llm: LLM, num_tokens: int = 1) -> Callable[[], None]:
+    def hold(llm: LLM, num_tokens: int = 1, *, and_each: bool = False) -> Callable[[], None]:
         scheduler = llm._core.scheduler
-        schedule, held, is_over = scheduler.schedule, [], threading.Event()
+        schedule, first, is_over = scheduler.schedule, [], threading.Event()
+
+        def is_held() -> bool:
+            return not is_over.is_set() and any(
+                each in scheduler.running and len(each.token_ids) - each.num_prompt >= num_tokens
+                for each in first
+            )
 
         def schedule_unless_held():
-            if not held:
-                held[:] = [
-                    each
-                    for each in scheduler.running
-                    if len(each.token_ids) - each.num_prompt >= num_tokens
-                ]
-            is_held = any(each in scheduler.running for each in held)
-            return [] if is_held and not is_over.is_set() else schedule()
+            if is_held():
+                return []
+            batch = schedule()
+            if and_each or not first:  # aborted at once, they are still the first
+                first[:] = scheduler.running
+            return batch
 
         def go_on():
             is_over.set()

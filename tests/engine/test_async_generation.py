@@ -51,11 +51,13 @@ def test_it_is_awaited_read_and_forked(llm):
     asyncio.run(main())
 
 
-def test_it_is_aborted_by_itself_by_its_id_and_by_leaving_its_stream(llm):
+def test_it_is_aborted_by_itself_by_its_id_and_by_leaving_its_stream(llm, hold_first):
+    hold_first(llm._llm, and_each=True)
+
     async def main():
+        four = await llm.start("Once upon", LONG, stream=True)
         one = await llm.start("Once upon", LONG)
         two, three = [await llm.start("Once upon", LONG, request_id=name) for name in "ab"]
-        four = await llm.start("Once upon", LONG, stream=True)
         assert repr(two).startswith("AsyncGeneration(request_id='a', num_tokens=")
         with pytest.raises(ConfigError, match="'a' is running already"):
             await llm.start("another", SHORT, request_id="a")

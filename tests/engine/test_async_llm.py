@@ -120,11 +120,14 @@ def test_abort_ends_a_request_by_its_id(llm):
     assert in_use(llm) == 0
 
 
-def test_an_id_that_is_running_is_refused_and_its_owner_goes_on(llm):
+def test_an_id_that_is_running_is_refused_and_its_owner_goes_on(llm, hold_first):
+    go_on = hold_first(llm._llm)
+
     async def main():
         first = await llm.open("Once upon", SHORT, "mine")
         with pytest.raises(ConfigError, match="'mine' is running already"):
             await llm.open("another", SHORT, "mine")
+        go_on()
         return await text_of(first)
 
     assert asyncio.run(main()) == llm._llm.generate("Once upon", SHORT)[0].outputs[0].text

@@ -55,7 +55,8 @@ def test_a_turn_that_is_left_early_stays_with_what_was_read(llm):
     asyncio.run(main())
 
 
-def test_a_turn_that_is_cancelled_is_undone(llm):
+def test_a_turn_that_is_cancelled_is_undone(llm, hold_first):
+    hold_first(llm._llm)
     core = llm._llm._core
 
     async def main():

@@ -153,7 +153,7 @@ def test_a_pinned_document_stays_in_memory_and_a_warmed_one_comes_back(demo_llm)
     demo_llm.reset_prefix_cache("device")
     demo_llm.reset_prefix_cache("host")
     pinned.warm()
-    assert demo_llm._core.wait_for(lambda: demo_llm._core.store.num_pending == 0, timeout=30)
+    assert demo_llm._core.wait_for(lambda: demo_llm._core.store.num_pending == 0, timeout=60)
     assert pinned.residency()["device"] == pinned.num_tokens // 16 * 16
 
 

@@ -201,12 +201,13 @@ def test_evict_leaves_what_other_documents_share(llm):
     assert sum(short.residency().values()) <= BLOCK
 
 
-def test_evict_skips_what_is_pinned_or_in_use(llm):
+def test_evict_skips_what_is_pinned_or_in_use(llm, hold_first):
     document = llm.document("A document that is pinned and then asked. " * 3)
     with document.pin():
         assert set(document.evict().values()) == {0}
         assert document.residency()["device"] == whole_blocks(document)
     long = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+    hold_first(llm)
     with llm.generate([document.prompt_token_ids("Go on?")], long, stream=True) as stream:
         next(stream)
         document.evict()

@@ -292,7 +292,7 @@ def test_metrics_and_events_tell_what_happened(make_llm, tiny_prompts):
 def test_the_cache_is_written_while_nobody_calls(make_llm, tiny_prompts, tmp_path):
     llm = make_llm(disk_cache=tmp_path / "cache", store_config={"dirty_max_age_s": 0.05})
     llm.generate([tiny_prompts[0]], GREEDY)
-    assert llm._core.wait_for(lambda: llm._core.store.is_clean, timeout=30)
+    assert llm._core.wait_for(lambda: llm._core.store.is_clean, timeout=60)
     assert llm.stats().tiers["disk"].used_blocks > 0
 
 
@@ -511,7 +511,7 @@ def test_a_command_that_races_close_is_answered(make_llm):
     core._commands = Queue()
     llm.close()
     with pytest.raises(StoreClosedError):
-        late[0].result(timeout=10)
+        late[0].result(timeout=60)
 
 
 def test_a_condition_that_was_waited_for_in_vain_is_forgotten(make_llm):

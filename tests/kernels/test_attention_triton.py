@@ -51,7 +51,7 @@ DRAWN = {
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_prefill_equals_float64_attention(order):
-    @settings(max_examples=EXAMPLES // 3, deadline=None)
+    @settings(max_examples=EXAMPLES // 3)
     @given(attention_cases(**DRAWN))
     def check(case):
         with program_order(order):
@@ -62,7 +62,7 @@ def test_prefill_equals_float64_attention(order):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_decode_equals_float64_attention(order):
-    @settings(max_examples=EXAMPLES // 3, deadline=None)
+    @settings(max_examples=EXAMPLES // 3)
     @given(attention_cases(**DRAWN, decode=True))
     def check(case):
         with program_order(order):

@@ -121,7 +121,7 @@ def pools(draw: st.DrawFn) -> torch.Tensor:
 
 
 def test_any_shape_and_strides_move_bit_for_bit():
-    @settings(max_examples=EXAMPLES, deadline=None)
+    @settings(max_examples=EXAMPLES)
     @given(pools(), st.data(), st.sampled_from(ORDERS))
     def check(pool, data, order):
         some = st.lists(st.integers(0, len(pool) - 1), max_size=5, unique=True)

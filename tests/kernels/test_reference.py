@@ -41,19 +41,19 @@ def assert_answers(case: Case, got: torch.Tensor) -> None:
     torch.testing.assert_close(got.double(), expected_attention(case), rtol=bound, atol=bound)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(attention_cases(dtypes=(torch.float32, torch.float16), head_dims=(5, 16, 64)))
 def test_prefill_equals_float64_attention(case):
     assert_answers(case, prefill(case))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(attention_cases(dtypes=(torch.float32, torch.float16), head_dims=(5, 16, 64), decode=True))
 def test_decode_equals_float64_attention(case):
     assert_answers(case, decode(case))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(attention_cases(dtypes=(torch.bfloat16,), head_dims=(64,)))
 def test_bfloat16_prefill_is_right_to_its_rounding(case):
     assert_answers(case, prefill(case))
@@ -142,7 +142,7 @@ def test_buffers_made_in_inference_mode_serve_outside_of_it():
     assert torch.equal(prefill(case), inside)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(attention_cases(dtypes=(torch.float32, torch.float16), head_dims=(16, 64), decode=True))
 def test_decode_over_a_prefix_gathered_once_equals_float64_attention(case):
     with patch.object(attention_plan, "MIN_SHARED_POSITIONS", 8):

@@ -3,7 +3,7 @@ import pytest
 from kvstore.block import BlockLayout
 from kvstore.hashing import namespace_id
 from kvstore.store import BlockStore
-from kvstore.testing import FakeEngine, FaultyDisk
+from kvstore.testing import FakeClock, FakeEngine, FaultyDisk
 from kvstore.tiers.host import HostPool
 
 LAYOUT = BlockLayout(num_layers=2, block_size=4, num_kv_heads=1, head_dim=2, dtype="float32")
@@ -11,7 +11,8 @@ LAYOUT = BlockLayout(num_layers=2, block_size=4, num_kv_heads=1, head_dim=2, dty
 
 @pytest.fixture
 def make_engine():
-    """Engines on small stores; closed at the end, with every invariant checked first."""
+    """Engines on small stores; closed at the end, with every invariant checked first. No time
+    passes for them, unless a test passes a clock."""
     engines: list[FakeEngine] = []
     disks: list[FaultyDisk] = []
 
@@ -21,6 +22,7 @@ def make_engine():
         pool = device or HostPool(device_blocks, LAYOUT.block_bytes)
         if isinstance(options.get("disk"), FaultyDisk):
             disks.append(options["disk"])
+        options.setdefault("clock", FakeClock())
         store = BlockStore(LAYOUT, namespace_id({"model": namespace}), pool, **options)
         engines.append(FakeEngine(store))
         return engines[-1]

@@ -4,6 +4,7 @@ The model is a rule, not a second cache: whatever is served must be the bytes th
 tokens, and every invariant of ``store.check()`` must hold after each step.
 """
 
+import asyncio
 import contextlib
 import math
 import os
@@ -363,11 +364,15 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.memory is not None)
     @rule(choice=st.integers(0, 100))
     def peer_evicts_from_disk(self, choice):
-        """Another process removes a leaf."""
-        spared = {ref.parent for ref, _ in self.memory.blocks.values()} | self.memory.pinned()
-        leaves = sorted(key for key in self.memory.blocks if key not in spared)
-        if leaves:
-            del self.memory.blocks[leaves[choice % len(leaves)]]
+        """Another process removes a leaf: in a transaction, so between two others of the loop."""
+
+        async def evict():
+            spared = {ref.parent for ref, _ in self.memory.blocks.values()} | self.memory.pinned()
+            leaves = sorted(key for key in self.memory.blocks if key not in spared)
+            if leaves:
+                del self.memory.blocks[leaves[choice % len(leaves)]]
+
+        asyncio.run_coroutine_threadsafe(evict(), self.store._transfer._loop).result()
 
     @rule()
     def reopen(self):
@@ -394,7 +399,6 @@ class StoreMachine(RuleBasedStateMachine):
 StoreMachine.TestCase.settings = settings(
     max_examples=max(1, NUM_STEPS // _STEPS_A_RUN),
     stateful_step_count=_STEPS_A_RUN,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
 )
 TestStoreMachine = StoreMachine.TestCase

@@ -43,17 +43,17 @@ def test_a_round_trip_carries_everything_and_twice_changes_nothing(run, cache, e
 
 def test_a_round_trip_through_a_pipe(cache, tmp_path):
     target = tmp_path / "target"
-    writer = subprocess.Popen(
+    with subprocess.Popen(
         [KVSTORE, "export", cache, "-", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    reader = subprocess.run(
-        [KVSTORE, "import", target, "-", "--json"],
-        stdin=writer.stdout,
-        capture_output=True,
-        timeout=60,
-        check=True,
-    )
-    _, talk = writer.communicate(timeout=60)
+    ) as writer:
+        reader = subprocess.run(
+            [KVSTORE, "import", target, "-", "--json"],
+            stdin=writer.stdout,
+            capture_output=True,
+            timeout=60,
+            check=True,
+        )
+        _, talk = writer.communicate(timeout=60)
     assert writer.returncode == 0
     assert json.loads(talk)["blocks"] == json.loads(reader.stdout)["blocks"] == 10
     assert payloads(target) == payloads(cache)

@@ -15,7 +15,7 @@ def bash(tmp_path, cache):
         shutil.which("bash") or "bash",
         ["--norc", "--noprofile", "-i"],
         encoding="utf-8",
-        timeout=30,
+        timeout=60,
         dimensions=(24, 200),
         cwd=str(tmp_path),
         env=os.environ

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 from command_case import KVSTORE, run_here
@@ -24,21 +23,25 @@ def full_cache(cache, blocks):
     return cache
 
 
-def start(*arguments, **pipes) -> subprocess.Popen:
-    return subprocess.Popen(
+@contextlib.contextmanager
+def started(*arguments, **pipes):
+    with subprocess.Popen(
         [KVSTORE, *arguments],
         stderr=subprocess.PIPE,
         # A shell without job control starts its background jobs with SIGINT ignored.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         **pipes,
-    )
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()  # where the test failed; leaving waits for it, and closes its pipes
 
 
 def interrupt(process: subprocess.Popen) -> None:
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
     assert process.stderr.read() == b"kvstore: interrupted\n"
-    process.stderr.close()
 
 
 def expect_sound(cache) -> None:
@@ -79,17 +82,18 @@ def test_in_the_middle_of_a_pass(full_cache, monkeypatch, module, arguments):
 
 
 def test_while_an_export_waits_for_its_reader(full_cache):
-    process = start("export", full_cache, "-", stdout=subprocess.PIPE)
-    assert process.stdout.read(1) == b"K"  # and no more: then the pipe is full
-    interrupt(process)
-    process.stdout.close()
+    with started("export", full_cache, "-", stdout=subprocess.PIPE) as process:
+        assert process.stdout.read(1) == b"K"  # and no more: then the pipe is full
+        interrupt(process)
     expect_sound(full_cache)
 
 
 def test_while_a_file_is_exported(full_cache, tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    process = start("export", full_cache, tmp_path / "pipe")
-    with (tmp_path / "pipe").open("rb") as reader:
+    with (
+        started("export", full_cache, tmp_path / "pipe") as process,
+        (tmp_path / "pipe").open("rb") as reader,
+    ):
         assert reader.read(1) == b"K"
         interrupt(process)
     expect_sound(full_cache)
@@ -99,14 +103,11 @@ def test_while_an_import_waits_for_its_writer(full_cache, tmp_path):
     assert run_here("export", full_cache, tmp_path / "all.kv").returncode == 0
     data = (tmp_path / "all.kv").read_bytes()
     target = tmp_path / "target"
-    process = start("import", target, "-", stdin=subprocess.PIPE)
-    process.stdin.write(data[: len(data) // 2])
-    process.stdin.flush()
-    while not (target / "data.mdb").exists():
-        assert process.poll() is None
-        time.sleep(0.01)
-    interrupt(process)
-    process.stdin.close()
+    with started("import", target, "-", stdin=subprocess.PIPE) as process:
+        # What the pipe does not hold has been read: the command is among the blocks.
+        process.stdin.write(data[: len(data) // 2])
+        process.stdin.flush()
+        interrupt(process)
     expect_sound(target)
 
 
@@ -167,6 +168,7 @@ def test_a_background_job_that_ignores_it_goes_on():
 
 def test_while_a_document_is_read(tmp_path):
     os.mkfifo(tmp_path / "document")
-    process = start("ask", tmp_path / "document", "-q", "?", "--cache-dir", tmp_path / "cache")
-    with (tmp_path / "document").open("w"):  # returns when the command is reading the document
+    asking = ["ask", tmp_path / "document", "-q", "?", "--cache-dir", tmp_path / "cache"]
+    # Opening returns when the command is reading the document.
+    with started(*asking) as process, (tmp_path / "document").open("w"):
         interrupt(process)

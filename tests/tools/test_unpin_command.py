@@ -18,12 +18,12 @@ PIN_KEYS = {
 
 @pytest.fixture
 def pins(cache, blocks) -> list[str]:
-    """Keys of two pinned documents: of three blocks for an hour, and of four for ever."""
+    """Keys of two pinned documents: of three blocks for five days, and of four for ever."""
     trunk = blocks.chain(5, start=1)
     short = [*trunk[:2], *blocks.below(trunk[1], 1, start=2)]
     long = blocks.chain(4, start=3)
     with DiskStore.open(cache) as store:
-        assert store.pin([ref.key for ref in short], ttl_s=3600) == []
+        assert store.pin([ref.key for ref in short], ttl_s=5 * 86400) == []
         assert store.pin([ref.key for ref in long]) == []
         assert store.pin([trunk[0].key], ttl_s=1e-9) == []  # it has ended
     return [short[-1].key.hex(), long[-1].key.hex()]
@@ -44,14 +44,14 @@ def test_pins_are_listed_with_what_they_protect_and_how_long(run, cache, pins):
     rows = listed(run, cache)
     assert [row["key"] for row in rows] == pins
     assert [(row["blocks"], row["model"]) for row in rows] == [(3, "test/tiny"), (4, "test/tiny")]
-    assert 0 < rows[0]["pinned_until"] - time.time() <= 3600
+    assert 0 < rows[0]["pinned_until"] - time.time() <= 5 * 86400
     assert rows[1]["pinned_until"] is None
     for row in rows:
         assert row.keys() == PIN_KEYS
     assert rows[0]["own_token_ids"] == rows[0]["token_ids"][-len(rows[0]["own_token_ids"]) :]
     assert rows[1]["own_token_ids"] == rows[1]["token_ids"]
-    _, hour, for_ever = run("inspect", cache, "--pins").stdout.splitlines()
-    assert re.match(rf"  {pins[0][:12]}  \d+ tokens  3 blocks  .*  for 60 minutes more  ", hour)
+    _, days, for_ever = run("inspect", cache, "--pins").stdout.splitlines()
+    assert re.match(rf"  {pins[0][:12]}  \d+ tokens  3 blocks  .*  for 5 days more  ", days)
     assert "  until it is released  " in for_ever
     assert "--pins" in run("inspect", cache).stdout
     block = json.loads(run("inspect", cache, "--block", pins[1], "--json").stdout)

@@ -1,6 +1,7 @@
 """What is counted of requests, compared with what their outputs say."""
 
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -80,7 +81,7 @@ def test_requests_without_an_answer_are_counted_apart(
 
 
 def test_a_document_that_is_read_ahead_counts_with_its_prompt(text_model, make_llm):
-    llm = make_llm(text_model, skip_tokenizer_init=False)
+    llm, began = make_llm(text_model, skip_tokenizer_init=False), time.monotonic()
     document = llm.document("A document of more than a block of tokens. " * 3)
     num_whole = document.num_tokens // 16 * 16
     assert llm.queue_stats().requests.prompt_tokens == num_whole
@@ -88,7 +89,7 @@ def test_a_document_that_is_read_ahead_counts_with_its_prompt(text_model, make_l
     twice = llm.queue_stats().requests
     assert (twice.prompt_tokens, twice.cached_tokens["device"]) == (2 * num_whole, num_whole)
     assert twice.prefill_seconds.count == 2
-    assert twice.prefill_seconds.total < twice.prefill_seconds.bounds[-1]
+    assert 0 < twice.prefill_seconds.total < time.monotonic() - began
     assert twice.total_seconds.count == twice.first_token_seconds.count == 0
     assert sum(twice.finished_requests.values()) == 0
 

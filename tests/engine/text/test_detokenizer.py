@@ -188,7 +188,7 @@ def streamed(tokenizer, prompt: str, token_ids: list[int], stop: list[str]) -> s
     return detokenizer.text
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @example(text="\U00040000\U00040000\u0a40", prompt="", data=None)  # behind bytes that are none
 @given(text=ANY_TEXT, prompt=st.sampled_from(["", "Once", "Q: é", "日"]), data=st.data())
 def test_any_text_comes_out_of_the_demo_tokenizer_whole(demo_tokenizer, text, prompt, data):
@@ -201,7 +201,7 @@ def test_any_text_comes_out_of_the_demo_tokenizer_whole(demo_tokenizer, text, pr
         assert streamed(demo_tokenizer, prompt, token_ids, [stop]) == text[: text.index(stop)]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(words=st.lists(st.one_of(st.sampled_from(["▁Hello", "▁world", "b"]), ANY_TEXT), max_size=12))
 def test_any_text_comes_out_of_byte_fallback_whole(words):
     tokenizer = BYTE_FALLBACK

@@ -252,6 +252,8 @@ store.close()
         store.put_group(blocks.writes(refs))
         with Child(stop, directory) as child:
             child.hear()
+            # Before it stands still, what lets it go on would come too early.
+            os.waitid(os.P_PID, child.process.pid, os.WSTOPPED | os.WNOWAIT)
             assert store.put_group(blocks.writes(blocks.chain(2))) == [FULL, FULL]
             stats = store.stats()
             assert stats.state == "read_only"

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from disk_case import Blocks, FakeClock, problems_on_disk, small
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -168,10 +168,5 @@ class DiskMachine(RuleBasedStateMachine):
             shutil.rmtree(self.directory)
 
 
-DiskMachine.TestCase.settings = settings(
-    max_examples=30,
-    stateful_step_count=25,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+DiskMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=25)
 TestDiskMachine = DiskMachine.TestCase

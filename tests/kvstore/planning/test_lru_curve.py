@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from lru_oracle import batch_of, lru_hits
 
@@ -11,7 +11,6 @@ from kvstore.planning.lru_curve import LruCurve
 CAPACITIES = (30, 300, 1000, 3000, None)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 12), max_size=9), min_size=1, max_size=20),
     st.integers(1, 15),

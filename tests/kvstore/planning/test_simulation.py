@@ -85,7 +85,7 @@ def store_hits(requests, setup: CacheSetup) -> list[Counter[str]]:
     return hits
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(PROMPTS, st.integers(1, 12))
 def test_simulated_lru_equals_the_curve_request_by_request(prompts, capacity):
     requests = prefix_ids(prompts)

@@ -1,7 +1,7 @@
 import json
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from lru_oracle import batch_of, lru_hits
 
@@ -13,7 +13,6 @@ BLOCKS = st.integers(0, 12)
 REQUESTS = st.lists(st.lists(BLOCKS, max_size=9), min_size=1, max_size=30)
 
 
-@settings(deadline=None)
 @given(st.permutations(range(37)), st.lists(st.integers(0, 37), min_size=37, max_size=37))
 def test_larger_elements_before_a_place_are_counted(ranks, ends):
     counted = count_larger_before(np.array(ranks), np.array(ends))
@@ -22,7 +21,6 @@ def test_larger_elements_before_a_place_are_counted(ranks, ends):
     ]
 
 
-@settings(deadline=None)
 @given(REQUESTS, st.integers(1, 7))
 def test_one_pass_equals_an_lru_cache_of_every_size(requests, batch_size):
     """Of any ids: with holes, with blocks twice in a request, with requests larger than a cache."""
@@ -48,7 +46,6 @@ def test_one_pass_equals_an_lru_cache_on_published_traces(trace):
         assert hits == lru_hits(requests, capacity)
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 2), max_size=5), max_size=30))
 def test_with_prefix_keys_a_block_lies_above_its_children(prompts):
     """So a cache of any size holds whole prefixes, and a block's own distance is its prefix's."""

@@ -82,7 +82,7 @@ def test_a_promotion_does_not_queue_behind_a_demotion(pools, copier, monkeypatch
 
     def slow(*arguments):
         started.set()
-        assert go_on.wait(30)
+        assert go_on.wait(60)
 
     monkeypatch.setattr("kvstore.tiers.host._collect", slow)
 
