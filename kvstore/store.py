@@ -101,10 +101,6 @@ class BlockStore:
         self.layout, self.namespace, self.config = layout, namespace, config
         self.index, self.device, self.host, self.events = index, device, memory.host, memory.events
         self.cost = cost or CostModel(config.load_policy, clock=clock)
-        self._event_file: EventFile | None = None
-        if config.event_file is not None:
-            self._event_file = EventFile(config.event_file)
-            self.events.subscribe(self._event_file)
         self._backing = backing = Backing(memory, disk, disk_off)
         self._clock = clock
         self._owner = threading.get_ident()
@@ -116,6 +112,10 @@ class BlockStore:
         if disk is not None and not isinstance(device, HostPool):
             blocks = max(2, config.staging_bytes // layout.block_bytes)
             staging = HostPool(blocks, layout.block_bytes)
+        self._event_file: EventFile | None = None
+        if config.event_file is not None:  # held from here on: after what a setting may refuse
+            self._event_file = EventFile(config.event_file)
+            self.events.subscribe(self._event_file)
         self._transfer = transfer = transfer_loop(
             device,
             copier,

@@ -134,6 +134,8 @@ class WriteBehind:
         """Start writing the next group if one is due."""
         if not self._index.dirty:
             self._urgent_before = -math.inf
+            if not self._num_in_flight:
+                self._rewrites.clear()  # of blocks that left memory meanwhile
             return
         if self._num_in_flight or self._backing.is_checking:
             return

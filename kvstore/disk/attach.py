@@ -272,11 +272,15 @@ class Attachment:
     # --- the end --------------------------------------------------------------------------------
 
     def detach(self) -> None:
-        """Leave in an orderly way: clear the slot, then give up every lock."""
+        """Leave in an orderly way: clear the slot, then give up every lock.
+
+        One that cannot be cleared is that of a holder who vanished.
+        """
         if self._fd is None:
             return
         if self._slot is not None:
-            self._clear_slot(self._slot)
+            with contextlib.suppress(OSError):
+                self._clear_slot(self._slot)
         self.abandon()
 
     def abandon(self) -> None:
@@ -305,7 +309,9 @@ class Attachment:
         os.pwrite(self._fd, bytes(SLOT_BYTES), slot * SLOT_BYTES)
         at = self._published_at(slot)
         if os.fstat(self._fd).st_size > at:
-            os.pwrite(self._fd, bytes(_PUBLISHED_HEAD.size), at)
+            # What was published has room on the volume; a hole needs some, and says nothing anyhow.
+            with contextlib.suppress(OSError):
+                os.pwrite(self._fd, bytes(_PUBLISHED_HEAD.size), at)
 
     def _lock(self, start: int, length: int, kind: int = fcntl.F_WRLCK) -> bool:
         assert self._fd is not None

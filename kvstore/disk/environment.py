@@ -386,15 +386,18 @@ class Environment:
     def publish(self, user: int, snapshot: Mapping[str, Any] | None) -> None:
         """Let others read what a user of this environment says of itself; None for no more.
 
-        Any thread. What does not fit is left out.
+        Any thread. What does not fit, there or on the volume, is left out.
         """
         with self._publishing:
-            self._published.pop(user, None)
+            before = self._published.pop(user, None)
             if snapshot is not None:
                 self._published[user] = snapshot
+            elif before is None:
+                return
             body = json.dumps(list(self._published.values())).encode()
             if self._state is State.OK and len(body) <= MAX_PUBLISHED_BYTES:
-                self.attachment.publish(body)
+                with contextlib.suppress(OSError):
+                    self.attachment.publish(body)
 
     # --- going down -------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from kvstore.block import TierName
 from kvstore.config import StoreConfig
 from kvstore.disk import DiskStore
 from kvstore.errors import ConfigError, CorruptBlockError, TierBrokenError
-from kvstore.reports.event_file import read_events
+from kvstore.reports.event_file import EventFile, read_events
 from kvstore.reports.events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -18,6 +18,7 @@ from kvstore.reports.events import (
 )
 from kvstore.testing import FaultyDisk, MemoryDisk
 from kvstore.tiers.disk import LmdbTier
+from kvstore.tiers.host import HostCopier, HostPool
 
 A, B, C, END = [1] * 4, [2] * 4, [3] * 4, [9]
 FILL = [7] * 4 + [8] * 4 + [6] * 4 + END  # all blocks of a device of four
@@ -252,3 +253,18 @@ def test_clearing_a_salt_on_disk_removes_its_blocks_one_by_one(make_engine, tmp_
     assert len(removed.block_hashes) == 2
     assert removed.salt == cleared.salt != b""
     assert len([copy for copy in events.held() if copy[0] == "disk"]) == 2
+
+
+def test_a_store_that_is_refused_leaves_its_event_file_to_the_next(tmp_path, make_engine):
+    class FarPool:
+        capacity = 4  # a device that needs staging
+
+    path = tmp_path / "events"
+    with pytest.raises(ConfigError, match="cannot be mapped"):
+        make_engine(
+            device=FarPool(),
+            copier=HostCopier(HostPool(4, 64)),
+            disk=MemoryDisk(),
+            config=StoreConfig(event_file=path, staging_bytes=1 << 62),
+        )
+    EventFile(path).close()

@@ -16,6 +16,7 @@ from disk_case import Blocks, Child, FakeClock, data_file, problems_on_disk, sma
 from kvstore.block import PutOutcome
 from kvstore.config import DiskConfig
 from kvstore.disk import DiskStore
+from kvstore.disk.attach import NUM_SLOTS, SLOT_BYTES, Attachment
 from kvstore.disk.space import FIRST_RETRY_S
 
 STORED, PRESENT, ORPHAN, FULL = PutOutcome
@@ -116,6 +117,26 @@ def test_commit_that_finds_no_space_is_full_not_an_error(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs the right to mount")
+@pytest.mark.parametrize("has_published", [False, True])
+def test_full_volume_keeps_no_store_from_closing(
+    directory: Path, blocks: Blocks, has_published: bool
+) -> None:
+    """What others read of a store has no room of its own until it is first written."""
+    store = DiskStore.open(directory, capacity_bytes=8 << 20)
+    store.put_group(blocks.writes(blocks.chain(2)))
+    other = Attachment(directory, "other")
+    other.share(0)
+    other.claim_slot()
+    other.publish(b"behind")
+    with file_size_limit(SLOT_BYTES * NUM_SLOTS):
+        if has_published:
+            store.publish({"too": "late"})
+        store.close()
+    assert store.stats().state == "off"
+    assert other.holders() == other.vanished() == []
+    other.detach()
+
+
 def test_small_volume_is_filled_and_never_wedges(tmp_path: Path, blocks: Blocks) -> None:
     volume = tmp_path / "volume"
     volume.mkdir()
