@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, overload
 
 from engine.outputs import RequestOutput
 from engine.progress import reading_bar
+from engine.resetting import call_when_quiet
 from engine.sampling.sampling_params import SamplingParams
 from engine.scheduling.request import Request
 from engine.stream import OutputStream, Stream
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from engine.llm import LLM
     from engine.scheduling.sequence import CacheOptions
 
-_TRANSFERS_S = 5.0  # that ``evict`` waits for transfers to end
 _MOST_READINGS = 5  # of a document that others evict before it is pinned
 
 _DEFAULT_PARAMS = SamplingParams(temperature=0.0, max_tokens=128)
@@ -183,22 +183,7 @@ class Document:
         rest = self._prompt.prefix[len(self._reusable) :] + self._prompt.between
         beginning = encode_tokens(rest[:size])
         outcomes: list[Mapping[TierName, int] | KVStoreError] = []
-        has_begun = False
-
-        def begin() -> None:
-            nonlocal has_begun
-            if not has_begun:
-                has_begun = True
-                core.store.forget(lookup, beginning, outcomes.append)
-
-        def begin_if_quiet() -> bool:
-            if core.store.num_pending == 0:
-                begin()
-            return has_begun
-
-        # What is just being copied or written counts as in use: better to wait for it.
-        if not core.wait_for(begin_if_quiet, _TRANSFERS_S):
-            core.call(begin)
+        call_when_quiet(core, lambda: core.store.forget(lookup, beginning, outcomes.append))
         core.wait_for(lambda: bool(outcomes))
         if isinstance(outcomes[0], KVStoreError):
             raise outcomes[0]

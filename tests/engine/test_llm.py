@@ -1,10 +1,11 @@
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import lmdb
@@ -275,6 +276,30 @@ def test_a_reset_of_everything_forgets_everything(make_llm, tiny_prompts, tmp_pa
     assert llm.reset_prefix_cache() == 0
     (output,) = llm.generate([tiny_prompts[0]], GREEDY)
     assert output.num_cached_tokens == 0
+
+
+def test_a_reset_waits_for_what_is_just_being_copied(make_llm, monkeypatch):
+    """The next victims of a device that is nearly full go to host ahead of need: blocks on their
+    way there counted as in use, and stayed."""
+    llm = make_llm(device_cache=32 * BLOCK, host_cache=40 * BLOCK)
+    core, may_end = llm._core, threading.Event()
+    copier = core.store._transfer._copier
+    copy_out = copier.copy_out
+
+    async def wait_then_copy(*arguments):
+        while not may_end.is_set():  # noqa: ASYNC110 - set from another thread
+            await asyncio.sleep(0.001)
+        await copy_out(*arguments)
+
+    monkeypatch.setattr(copier, "copy_out", wait_then_copy)
+    llm.generate([[5] * 470], GREEDY)
+    assert core.wait_for(lambda: core.store.num_pending > 0, 60)
+    with ThreadPoolExecutor(1) as pool:
+        skipped = pool.submit(llm.reset_prefix_cache, "device")
+        core.wait_for(lambda: skipped.done() or len(core._awaited) > 1, 60)
+        may_end.set()
+        assert skipped.result(60) == 0
+    assert llm.stats().tiers["device"].used_blocks == 0
 
 
 def test_metrics_and_events_tell_what_happened(make_llm, tiny_prompts):
