@@ -243,7 +243,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(entry=leases, priority=st.integers(-1, 1), ttl=st.sampled_from([None, 1.0]))
     def prefer(self, entry, priority, ttl):
-        if entry in self.held and entry.lease.is_ready:
+        if entry in self.held:
             self.store.prefer(entry.lease, priority, ttl)
 
     @rule(tokens=PROMPTS, salt=SALTS, by_key=st.booleans())
@@ -343,7 +343,13 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def release_disk(self):
         if self.disk is not None:
-            self.disk.is_held = False
+            self.disk.is_held = self.memory.is_checking = False
+
+    @precondition(lambda self: self.disk is not None)
+    @rule()
+    def check_disk(self):
+        """Its file is in doubt: it takes nothing for now."""
+        self.memory.is_checking = True
 
     @precondition(lambda self: self.disk is not None)
     @rule(fails=st.booleans())
