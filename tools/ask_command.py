@@ -176,8 +176,8 @@ ask = Command(
             click.Option(
                 ["--seed"],
                 type=int,
-                help="Makes samples reproducible: above --temperature 0 the same seed gives the "
-                "same answer. It is LLM's seed and SamplingParams' at once.  [default: 0]",
+                help="Above --temperature 0 the same seed gives the same draws; the same answer, "
+                "cached or not, with --deterministic. It is LLM's seed and SamplingParams' at once.  [default: 0]",
             ),
         ],
     },

@@ -88,7 +88,8 @@ class SamplingParams:
     stop_token_ids              tokens that end the output; the token itself stays in ``token_ids``
     include_stop_str_in_output  the text includes what ended it, string or token
     ignore_eos                  go on after the model's end-of-sequence token
-    seed                        makes the samples reproducible whatever else runs; sample i uses
+    seed                        the same draws whatever else runs, of logits that are the same up to
+                                rounding (in deterministic mode: to the bit); sample i uses
                                 seed + i; -1 is taken as None
     logprobs                    report this many most likely tokens beside each sampled one; -1:
                                 all; None: none
