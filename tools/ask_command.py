@@ -177,8 +177,8 @@ ask = Command(
                 ["--seed"],
                 type=int,
                 help="Above --temperature 0 the same seed gives the same draws; the same answer, "
-                "cached or not, with --deterministic. It is LLM's seed and SamplingParams' at once.  "
-                "[default: 0]",
+                "cached or not, with --deterministic. It is LLM's seed and SamplingParams' at "
+                "once.  [default: 0]",
             ),
         ],
     },
