@@ -202,7 +202,7 @@ def test_evict_leaves_what_other_documents_share(llm):
 
 
 def test_evict_skips_what_is_pinned_or_in_use(llm, hold_first):
-    document = llm.document("A document that is pinned and then asked. " * 3)
+    document = llm.document("Pinned, and then asked: such a document. " * 3)
     with document.pin():
         assert set(document.evict().values()) == {0}
         assert document.residency()["device"] == whole_blocks(document)

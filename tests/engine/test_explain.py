@@ -39,11 +39,12 @@ def llm(text_model, home):
 
 
 def test_what_a_request_finds_is_what_was_explained(llm):
-    assert llm.explain(TEXT).cause is Cause.NEVER_STORED
-    llm.generate(TEXT, ONE)
-    found = llm.explain(TEXT)
+    text = "Explained, and then asked: " + TEXT
+    assert llm.explain(text).cause is Cause.NEVER_STORED
+    llm.generate(text, ONE)
+    found = llm.explain(text)
     assert (found.cause, found.is_cached) == (Cause.CACHED, True)
-    (output,) = llm.generate(TEXT, ONE)
+    (output,) = llm.generate(text, ONE)
     assert found.cached_tokens == output.num_cached_tokens
     assert found.tiers["device"] == found.cached_blocks * 16
 
