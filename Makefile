@@ -16,8 +16,9 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# OpenMP threads that spin at a barrier make one busy background thread cost a factor of ten.
-export GOMP_SPINCOUNT ?= 0
+# Tests run beside each other and beside whatever else CI does: threads that wait awake would be in
+# their way, and only the engine knows when to leave it (engine/runner/free_cores.py).
+test-% soak-% bench-smoke: export GOMP_SPINCOUNT ?= 0
 
 # The stamp is written last and holds the directory it was written in. An interpreter that is gone
 # or a checkout that was moved makes the install unfinished again.

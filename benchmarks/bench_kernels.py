@@ -19,7 +19,9 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-os.environ.setdefault("GOMP_SPINCOUNT", "0")  # spinning barriers hurt beside any other thread
+from engine.runner.free_cores import spin_count
+
+os.environ.setdefault("GOMP_SPINCOUNT", spin_count())  # before torch reads it
 
 import harness
 import torch

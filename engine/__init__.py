@@ -8,9 +8,10 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# GNU OpenMP's threads spin at barriers by default; a transfer thread that takes a core for a moment
-# then costs a forward many times that moment. Must be set before torch loads the library.
-os.environ.setdefault("GOMP_SPINCOUNT", "0")
+from engine.runner.free_cores import spin_count
+
+# Before torch loads the library that reads it.
+os.environ.setdefault("GOMP_SPINCOUNT", spin_count())
 
 if TYPE_CHECKING:
     from engine.async_document import AsyncDocument, AsyncPin

@@ -25,6 +25,7 @@ from engine.model.rope import freeze_rope
 from engine.model.source import ModelSource, resolve_model
 from engine.runner.attention import PAGED
 from engine.runner.attention_backends import find_backend
+from engine.runner.cpu_threads import release_threads
 from engine.runner.determinism import FixedShapes, run_identity
 from kvstore.block import ITEMSIZE, BlockLayout
 from kvstore.errors import ConfigError
@@ -220,6 +221,7 @@ def prepare_model(
     if is_packed:  # after the identity, which reads the plain weights
         pack_linears(network)
     probe.probe_logits(loaded, attention_backend)
+    release_threads()  # the engine computes in a thread of its own
     return loaded
 
 

@@ -20,10 +20,8 @@ from engine.runner.cpu_threads import on_all_threads
 
 # The rows that the layout is chosen for. Few or many make no difference that could be measured.
 _ROWS = 64
-# Elements of a weight from which on a product of a few rows gains from all threads: to wake one
-# takes some 50 µs, in which a core reads 300,000 elements. On two cores, at 8 rows: 0.9 million
-# elements 162 µs on one thread and 167 on two, 1.8 million 340 and 230.
-_WIDE_ELEMENTS = 1_200_000
+# Elements of a weight from which on a product of a few rows gains from all threads.
+_WIDE_ELEMENTS = 200_000
 # What transformers calls the layers of one module that are given the same rows, in order of calls.
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 

@@ -29,25 +29,29 @@ class _Width(threading.local):
 
 
 _width = _Width()
+_PAUSE_SOFT = 1  # OpenMP 5.0, omp_pause_soft: what a thread has set stays
 
 
 @contextmanager
-def on_one_thread() -> Iterator[None]:
-    """The calling thread's operators run on one thread, but for those in ``on_all_threads``.
+def on_threads(num_threads: int, *, is_narrow: bool = False) -> Iterator[None]:
+    """The calling thread's operators run on ``num_threads`` threads.
 
-    Changes nothing where there is one thread anyway, or where torch's OpenMP cannot be reached.
+    ``is_narrow``: on one, but for those in ``on_all_threads``. Changes nothing where torch's OpenMP
+    cannot be reached.
     """
-    num_threads = torch.get_num_threads()
-    if _width.wide or num_threads == 1 or _openmp() is None:
+    before = torch.get_num_threads()
+    narrow = 1 if is_narrow else num_threads
+    if narrow == num_threads == before or _width.wide or _openmp() is None:
         yield
         return
-    _width.wide = num_threads
-    _set_num_threads(1)
+    if is_narrow and num_threads > 1:
+        _width.wide = num_threads
+    _set_num_threads(narrow)
     try:
         yield
     finally:
         _width.wide = 0
-        _set_num_threads(num_threads)
+        _set_num_threads(before)
 
 
 def on_all_threads(
@@ -55,7 +59,7 @@ def on_all_threads(
     *args: _Arguments.args,
     **kwargs: _Arguments.kwargs,
 ) -> _Result:
-    """``call(*args, **kwargs)`` as it would run outside of ``on_one_thread``; costs 0.5 µs."""
+    """``call(*args, **kwargs)`` as it would run without ``is_narrow``; costs 0.5 µs."""
     wide = _width.wide
     if not wide:
         return call(*args, **kwargs)
@@ -64,6 +68,17 @@ def on_all_threads(
         return call(*args, **kwargs)
     finally:
         _set_num_threads(1)
+
+
+def release_threads() -> None:
+    """End the threads that wait for the calling thread's next operator.
+
+    Threads of OpenMP wait awake for a moment, which makes them quick, but only while there are no
+    more of them than cores. Those of a thread that has done its part would count for ever.
+    """
+    library = _openmp()
+    if library is not None and hasattr(library, "omp_pause_resource_all"):
+        library.omp_pause_resource_all(_PAUSE_SOFT)
 
 
 @functools.cache

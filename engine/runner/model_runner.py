@@ -10,7 +10,7 @@ Does not know requests, prefixes or sampling, and does not decide which blocks a
 
 import logging
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ import torch
 
 from engine.runner.attention_backends import find_backend
 from engine.runner.backend_choice import choose_backend
-from engine.runner.cpu_threads import on_one_thread
+from engine.runner.cpu_threads import on_threads
 from engine.runner.decode_graphs import (
     DecodeGraphs,
     GraphApi,
@@ -35,6 +35,7 @@ from engine.runner.forward_context import (
     StepMetadata,
     forward_context,
 )
+from engine.runner.free_cores import FreeCores
 from engine.runner.staging import Staging
 
 if TYPE_CHECKING:
@@ -111,6 +112,9 @@ class ModelRunner:
         self._fixed_shapes = fixed_shapes
         self._graph_api = graphs
         self._graphs: DecodeGraphs | None = None
+        # With another number of threads the bits may be others.
+        adapts = pool.is_cpu and fixed_shapes is None
+        self._free_cores = FreeCores(torch.get_num_threads()) if adapts else None
         self._staging = Staging(pool.device), Staging(pool.device)
         self._block_size = loaded.layout.block_size
         self._widest_table = _aligned(loaded.layout.blocks_for(loaded.max_model_len))
@@ -273,8 +277,11 @@ class ModelRunner:
         self, steps: Sequence[SequenceStep], keep: Sequence[int], table_width: int = 1
     ) -> torch.Tensor:
         token_ids, positions, kept, metadata = self._build(steps, keep, table_width)
-        threads = on_one_thread() if self._is_narrow(metadata) else nullcontext()
-        with torch.inference_mode(), forward_context(self._context, metadata), threads:
+        with (
+            torch.inference_mode(),
+            forward_context(self._context, metadata),
+            self._threads(metadata),
+        ):
             output = self._loaded.model(
                 input_ids=token_ids[None],
                 position_ids=positions[None],
@@ -284,9 +291,13 @@ class ModelRunner:
             logits: torch.Tensor = output.logits[0].float()
         return logits
 
-    def _is_narrow(self, step: StepMetadata) -> bool:
-        """Whether small operators would wait for threads more than these save them."""
-        return self._loaded.is_packed and step.is_decode
+    def _threads(self, step: StepMetadata) -> AbstractContextManager[None]:
+        """Around a forward on a CPU: the threads of its operators."""
+        if not self._pool.is_cpu:
+            return nullcontext()
+        count = self._free_cores.count() if self._free_cores else torch.get_num_threads()
+        # In a decode step small operators would wait for threads more than these save them.
+        return on_threads(count, is_narrow=self._loaded.is_packed and step.is_decode)
 
     def _forward_decode(
         self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: StepMetadata
