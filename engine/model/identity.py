@@ -40,7 +40,8 @@ class Checkpoint:
 
     config      ``config.json``, or what a GGUF file says of the model
     weights     digest of every tensor (``engine.model.weights``)
-    modelling   digest of the code that computes it (``modelling_digest``)
+    modelling   digest of the code that computes it (``modelling_digest``), empty where the code is
+                another repository's: only the loaded class tells then
     loader      what turns the file into tensors, where that is more than copying; else empty
     dtype       what dtype="auto" means, None where the files do not say
     """
@@ -68,18 +69,21 @@ def read_checkpoint(source: ModelSource, *, trust_remote_code: bool = False) -> 
         text_config = _text_config(config)
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"model {source.name}: {file} cannot be read: {error}") from error
-    weights = read_weights(source.path)
+    named = config.get("transformers_weights")
+    weights = read_weights(source.path, named if isinstance(named, str) else None)
     dtypes = (config.get(name) for name in ("dtype", "torch_dtype"))
     dtype = next((each for each in dtypes if isinstance(each, str)), None)
-    is_remote = trust_remote_code and "auto_map" in config
+    own_code = config.get("auto_map") if trust_remote_code else None
+    if own_code is None:
+        modelling = modelling_digest(modelling_folder(str(text_config.get("model_type"))))
+    elif "--" in str(own_code):  # owner/name--file.Class
+        modelling = ""
+    else:
+        modelling = modelling_digest(source.path, "*.py")
     return Checkpoint(
         config=config,
         weights=weights.digest,
-        modelling=(
-            modelling_digest(source.path, "*.py")
-            if is_remote
-            else modelling_digest(modelling_folder(str(text_config.get("model_type"))))
-        ),
+        modelling=modelling,
         dtype=(dtype or weights.dtype or "").removeprefix("torch.") or None,
     )
 
@@ -96,7 +100,7 @@ def model_identity(
     """The fields whose digest is the namespace of the model's blocks.
 
     ``frozen_rope`` is what ``engine.model.rope.freeze_rope`` returned, or ``expected_rope``;
-    ``modelling`` replaces the checkpoint's; ``run`` is how the model is run where that matters, in
+    ``modelling`` replaces the checkpoint's where it is not empty; ``run`` is how the model is run where that matters, in
     deterministic mode (``engine.runner.determinism.run_identity``).
     """
     return {
@@ -165,10 +169,13 @@ def modelling_digest(folder: Path, *patterns: str) -> str:
     return digest.hexdigest()
 
 
-def class_folder(model_class: type) -> Path | None:
-    """Where the code of a loaded model stands, None if that is not in transformers."""
-    file = Path(inspect.getsourcefile(model_class) or "")
-    return file.parent if _transformers() in file.parents else None
+def class_digest(model_class: type, checkpoint: Checkpoint | None) -> str:
+    """Digest of the code of a loaded model; empty where the checkpoint knows its own."""
+    folder = Path(inspect.getsourcefile(model_class) or "").parent
+    if _transformers() in folder.parents:
+        return modelling_digest(folder)
+    is_known = checkpoint is None or checkpoint.modelling
+    return "" if is_known else modelling_digest(folder, "*.py")
 
 
 def _transformers() -> Path:

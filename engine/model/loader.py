@@ -14,9 +14,8 @@ import transformers
 from engine.model import probe
 from engine.model.identity import (
     Checkpoint,
-    class_folder,
+    class_digest,
     model_identity,
-    modelling_digest,
     read_checkpoint,
 )
 from engine.model.packed_linear import can_pack, pack_linears
@@ -194,7 +193,6 @@ def prepare_model(
     run = None
     if fixed_shapes:
         run = run_identity(fixed_shapes, network.device, backend.name, is_packed=is_packed)
-    folder = class_folder(type(network))
     network.set_attn_implementation(PAGED)
     loaded = LoadedModel(
         model=network,
@@ -208,7 +206,7 @@ def prepare_model(
             dtype=layout.dtype,
             block_size=block_size,
             frozen_rope=frozen_rope,
-            modelling=modelling_digest(folder) if folder else None,
+            modelling=class_digest(type(network), checkpoint),
             run=run,
         ),
         fixed_shapes=fixed_shapes,

@@ -25,8 +25,8 @@ _FALLBACK_DTYPE = "float32"
 class OfflineModel:
     """Of one model and its settings, which mean what they mean to ``LLM``.
 
-    identity   as ``engine.model.identity`` gives it; a dtype, or facts of deterministic mode, that
-               the files do not say are None
+    identity   as ``engine.model.identity`` gives it; a dtype, code, or facts of deterministic mode
+               that the files do not say are None
     """
 
     def __init__(
@@ -53,7 +53,8 @@ class OfflineModel:
             block_size=block_size,
             frozen_rope=expected_rope(checkpoint.config, max_model_len),
         )
-        self.identity["dtype"] = self.identity["dtype"] or None
+        for name in ("dtype", "modelling"):
+            self.identity[name] = self.identity[name] or None
         self.identity["deterministic"] = None if deterministic else False
         self._tokenizer = tokenizer
 
@@ -68,7 +69,7 @@ class OfflineModel:
                 asks_for_it = self.identity["deterministic"] is None
                 if is_deterministic == asks_for_it and namespace_id(identity) == namespace:
                     found.append(identity)
-        guess = {"dtype": _FALLBACK_DTYPE, "deterministic": {}} | known
+        guess = {"dtype": _FALLBACK_DTYPE, "modelling": "", "deterministic": {}} | known
         return found or [guess]
 
     def tokenizer(self, description: Mapping[str, Any]) -> Any:

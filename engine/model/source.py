@@ -25,6 +25,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -112,6 +113,12 @@ def _looks_like_hub_id(name: str) -> bool:
 
 
 def _checked_directory(path: Path) -> Path:
+    # peft has transformers apply it unasked: the model would not be what its weights say.
+    if (path / "adapter_config.json").is_file() and find_spec("peft") is not None:
+        raise ConfigError(
+            f"model {str(path)!r} has an adapter, which this engine does not take: merge it into "
+            "the weights and remove adapter_config.json, or uninstall peft, which applies it"
+        )
     if (path / "config.json").is_file():
         return path
     found = sorted(path.glob("*.gguf"))

@@ -6,7 +6,7 @@
 
 The bytes of a tensor are read in full where the model is small, else sampled: runs spread evenly
 from the first byte to the last. Names and order of the files do not count, so a checkpoint that is
-cut into other shards is the same one. Which of several formats counts is what transformers would
+cut into other shards is the same one. Which of several files counts is what transformers would
 load. Needs neither torch nor transformers.
 """
 
@@ -32,6 +32,7 @@ NUM_RUNS = 64
 
 _CHUNK_BYTES = 16 << 20
 _MAX_HEADER_BYTES = 100 << 20  # what the safetensors library takes
+_INDEX = ".index.json"  # of shards: which tensor lies in which
 _LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip entry: its end says how long the rest is
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -55,9 +56,12 @@ class Weights:
     dtype: str | None
 
 
-def read_weights(directory: Path) -> Weights:
-    """Of the checkpoint in ``directory``. Raises ``ConfigError`` when it has none, or a bad one."""
-    files = _weight_files(directory)
+def read_weights(directory: Path, name: str | None = None) -> Weights:
+    """Of the checkpoint in ``directory``, in the file or index ``name`` where its config has one.
+
+    Raises ``ConfigError`` when it has none, or a bad one.
+    """
+    files = _weight_files(directory, name)
     if not files:
         raise ConfigError(
             f"model {directory}: not a causal language model that transformers can load: it has no "
@@ -140,19 +144,20 @@ class _Files:
             os.close(fd)
 
 
-def _weight_files(directory: Path) -> list[Path]:
+def _weight_files(directory: Path, name: str | None) -> list[Path]:
     """What transformers loads, first found first."""
-    for single in ("model.safetensors", "pytorch_model.bin"):
-        index = directory / f"{single}.index.json"
-        if (directory / single).is_file():
-            return [directory / single]
-        if index.is_file():
-            try:
-                shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ConfigError(f"model {directory}: {index.name} cannot be read") from error
-            return [directory / shard for shard in shards]
-    return []
+    singles = ("model.safetensors", "pytorch_model.bin")
+    names = [name] if name else [f"{each}{end}" for each in singles for end in ("", _INDEX)]
+    file = next((directory / each for each in names if (directory / each).is_file()), None)
+    if file is None:
+        return []
+    if not file.name.endswith(_INDEX):
+        return [file]
+    try:
+        shards = sorted(set(json.loads(file.read_bytes())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"model {directory}: {file.name} cannot be read") from error
+    return [directory / shard for shard in shards]
 
 
 def _tensors(file: Path) -> Iterator[StoredTensor]:

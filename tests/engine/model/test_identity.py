@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    dynamic_module_utils,
+)
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -23,6 +29,7 @@ from engine.model.identity import (
     read_checkpoint,
 )
 from engine.model.loader import load_model
+from engine.model.offline import OfflineModel
 from engine.model.source import resolve_model
 from engine.model.weights import read_weights
 from kvstore.errors import ConfigError
@@ -57,6 +64,10 @@ def identify(path: Path, **change) -> bytes:
     settings = {"dtype": "float32", "block_size": 16, "frozen_rope": {}}
     checkpoint = read_checkpoint(resolve_model(str(path)))
     return namespace_id(model_identity(checkpoint, **settings | change))
+
+
+def identify_weights(path: Path) -> str:
+    return read_checkpoint(resolve_model(str(path))).weights
 
 
 def digest(tensors: dict[str, torch.Tensor], path: Path) -> str:
@@ -134,6 +145,25 @@ def test_the_same_tensors_in_other_shards_are_the_same_weights(saved, model):
     assert identify(model) == identify(saved)
     save_file({names[0]: tensors[names[0]] + 1}, model / "unused.safetensors")
     assert identify(model) == identify(saved)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_the_weights_are_those_of_the_file_that_the_config_names(saved, model, is_sharded):
+    """transformers loads that file; model.safetensors beside it says nothing of the model then."""
+    name = "chosen.safetensors"
+    shutil.copy(model / "model.safetensors", model / name)
+    tensors = load_file(model / name)
+    if is_sharded:
+        shard, name = name, "chosen.safetensors.index.json"
+        index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, shard)}
+        (model / name).write_text(json.dumps(index))
+    change_config(model, transformers_weights=name)
+    assert identify_weights(model) == identify_weights(saved)
+    tensors["model.norm.weight"] += 1
+    save_file(tensors, model / "chosen.safetensors", {"format": "pt"})
+    assert identify_weights(model) != identify_weights(saved)
+    loaded = load_model(str(model), skip_tokenizer_init=True)
+    assert torch.equal(loaded.model.model.norm.weight, tensors["model.norm.weight"])
 
 
 def test_tied_weights_are_read_once_and_count(tmp_path):
@@ -234,6 +264,29 @@ def test_code_that_comes_with_the_checkpoint_counts_where_it_is_trusted(model):
     file.write_text("one = 2")
     after = [read_checkpoint(source, trust_remote_code=each).modelling for each in (True, False)]
     assert (before[0] != after[0], before[1] != after[1]) == (True, False)
+
+
+def test_code_of_another_repository_counts_where_it_is_trusted(model, tmp_path, monkeypatch):
+    """A config that transformers has saved names the repository that the code came from: what is
+    there now runs, and the checkpoint's own folder says nothing of it."""
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    repository = tmp_path / "code"
+    repository.mkdir()
+    own = "from transformers import LlamaForCausalLM\n\n\nclass Own(LlamaForCausalLM):\n    one = "
+    reference = f"{repository}--own.Own"
+    change_config(model, auto_map={"AutoModelForCausalLM": reference})
+    offline = OfflineModel(str(model), trust_remote_code=True)
+    identities = []
+    for number in "12":
+        (repository / "own.py").write_text(own + number)
+        loaded = load_model(str(model), trust_remote_code=True, skip_tokenizer_init=True)
+        assert type(loaded.model).one == int(number)
+        identities.append(loaded.identity)
+    first, second = identities
+    assert first | {"modelling": ""} == second | {"modelling": ""}
+    assert first["modelling"] != second["modelling"]
+    assert offline.candidates({namespace_id(first): first}) == [first]
 
 
 def test_every_causal_model_of_transformers_is_found_where_its_code_is():

@@ -156,6 +156,17 @@ def test_a_directory_with_a_config_is_a_model(tmp_path):
     assert resolve_model(str(tmp_path)) == ModelSource(tmp_path, None, str(tmp_path))
 
 
+def test_an_adapter_that_would_be_applied_is_refused(tmp_path, monkeypatch):
+    """It is no part of the identity: two models with one base would have shared their blocks."""
+    for name in ("config.json", "adapter_config.json"):
+        (tmp_path / name).write_text("{}")
+    monkeypatch.setattr(source, "find_spec", lambda name: None)
+    assert resolve_model(str(tmp_path)).path == tmp_path
+    monkeypatch.setattr(source, "find_spec", lambda name: name == "peft" or None)
+    with pytest.raises(ConfigError, match="has an adapter, which this engine does not take"):
+        resolve_model(str(tmp_path))
+
+
 def test_a_gguf_file_is_a_model(tmp_path):
     (tmp_path / "m.gguf").touch()
     name = str(tmp_path / "m.gguf")
