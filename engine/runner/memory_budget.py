@@ -7,6 +7,7 @@ graphs reuse its memory. What that took is left free beside the pool. (The other
 first and graphs into the rest, fails at start on a small GPU, where it can be helped least.)
 """
 
+import gc
 import logging
 
 import torch
@@ -35,7 +36,7 @@ def pool_bytes(free: int, needed: int, utilization: float) -> int:
 def _rehearse(config: EngineConfig, loaded: LoadedModel) -> int:
     """Bytes that the longest prefill and the largest decode graph take beside the pool."""
     device, layout = loaded.device, loaded.layout
-    torch.cuda.empty_cache()
+    _give_back()  # also what an engine that was closed has left
     before = torch.cuda.memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
     pool = torch.zeros((1, *layout.shape), dtype=loaded.dtype, device=device)
@@ -50,5 +51,12 @@ def _rehearse(config: EngineConfig, loaded: LoadedModel) -> int:
     runner.warm_up(config.max_num_batched_tokens, is_rehearsal=True)
     needed = torch.cuda.max_memory_reserved(device) - before
     del runner, pool
-    torch.cuda.empty_cache()
+    _give_back()
     return needed
+
+
+def _give_back() -> None:
+    """Memory that nobody uses, to the device. A runner and its graphs hold each other, so they wait
+    for the garbage collector; meanwhile their memory would count twice, as needed and as taken."""
+    gc.collect()
+    torch.cuda.empty_cache()
