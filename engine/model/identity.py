@@ -100,8 +100,8 @@ def model_identity(
     """The fields whose digest is the namespace of the model's blocks.
 
     ``frozen_rope`` is what ``engine.model.rope.freeze_rope`` returned, or ``expected_rope``;
-    ``modelling`` replaces the checkpoint's where it is not empty; ``run`` is how the model is run where that matters, in
-    deterministic mode (``engine.runner.determinism.run_identity``).
+    ``modelling`` replaces the checkpoint's where it is not empty; ``run`` is how the model is run
+    where that matters, in deterministic mode (``engine.runner.determinism.run_identity``).
     """
     return {
         "block_size": block_size,

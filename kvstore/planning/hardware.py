@@ -70,8 +70,8 @@ def read_model_shape(directory: str | Path) -> ModelShape:
         ) from error
     except ValueError as error:
         raise ConfigError(f"model: {path} is not JSON: {error}") from error
-    config = config.get("text_config", config)
     try:
+        config = config.get("text_config", config)
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
         shape = _dense(
             Path(directory).resolve().name,
@@ -82,9 +82,13 @@ def read_model_shape(directory: str | Path) -> ModelShape:
             config.get("head_dim") or hidden // heads,
             _active_width(config),
         )
-    except (KeyError, TypeError) as error:
+    except KeyError as error:
         raise ConfigError(
             f"model: {path} does not say {error}; give --model-bytes-per-token instead"
+        ) from None
+    except (AttributeError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise ConfigError(
+            f"model: {path} is not of a model: {error}; give --model-bytes-per-token instead"
         ) from None
     itemsize = ITEMSIZE.get(str(config.get("dtype", config.get("torch_dtype"))), 2)
     return ModelShape(

@@ -191,6 +191,20 @@ def test_a_model_s_shape_is_read_from_its_directory(tmp_path):
         read_model_shape(tmp_path / "absent")
 
 
+@pytest.mark.parametrize(
+    "config",
+    [[], {"text_config": 5}, {"num_attention_heads": 0}, {"num_attention_heads": "4"}],
+)
+def test_a_file_that_is_no_models_config_is_one_line(tmp_path, config):
+    """It was an AttributeError, a ZeroDivisionError or a TypeError, with a traceback."""
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 8}
+    if isinstance(config, dict):
+        config = sizes | config
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="is not of a model: .*; give --model-bytes-per-token"):
+        read_model_shape(tmp_path)
+
+
 def test_the_knee_is_where_more_begins_to_bring_little():
     points = curve(0.1, 0.2, 0.4, 0.5, 0.52, 0.53)
     best = knee(points)
