@@ -201,7 +201,7 @@ def test_a_file_that_is_no_models_config_is_one_line(tmp_path, config):
     if isinstance(config, dict):
         config = sizes | config
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="is not of a model: .*; give --model-bytes-per-token"):
+    with pytest.raises(ConfigError, match=r"is not of a model: .*; give --model-bytes-per-token"):
         read_model_shape(tmp_path)
 
 
