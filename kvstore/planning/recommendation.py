@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 
 from kvstore.planning.plan import CurvePoint, Outcome
 
@@ -29,13 +28,19 @@ def knee(points: Sequence[CurvePoint]) -> CurvePoint | None:
 
 def recommended(points: Sequence[CurvePoint]) -> CurvePoint | None:
     """The largest cache whose last doubling saves 3 % of prefill; else the smallest that does."""
-    paying = (point for point in points if point.outcome.hit_ratio_tokens >= _WORTH)
-    best = next(paying, None)
-    for smaller, larger in pairwise(points):
-        doublings = math.log2(larger.capacity_blocks / smaller.capacity_blocks)
-        gain = larger.outcome.hit_ratio_tokens - smaller.outcome.hit_ratio_tokens
-        if best is not None and gain >= _WORTH * doublings:
-            best = larger
+    best = None
+    for i, point in enumerate(points):
+        saved = point.outcome.hit_ratio_tokens
+        if saved < _WORTH:
+            continue
+        # A curve ends at the trace's distinct blocks, hardly beyond the point before: what a few
+        # blocks more bring there says nothing of a doubling.
+        most = point.capacity_blocks / 2
+        halves = (each for each in reversed(points[:i]) if each.capacity_blocks <= most)
+        half = next(halves, points[0])
+        doublings = math.log2(point.capacity_blocks / half.capacity_blocks)
+        if best is None or saved - half.outcome.hit_ratio_tokens >= _WORTH * doublings:
+            best = point
     return best
 
 

@@ -234,6 +234,23 @@ def test_what_is_recommended_ends_where_doubling_saves_less_than_three_percent()
     assert flat.capacity_blocks == 1
 
 
+def test_the_last_blocks_of_a_trace_are_no_doubling():
+    """64 times the size was recommended for 0.6 % more: the last 2 % of it had brought 0.1 %."""
+    points = curve(0.3, 0.301, 0.302, 0.303, 0.3035, 0.304, 0.3045)
+    points.append(replace(points[-1], capacity_blocks=65, outcome=outcome(0.3055)))
+    best = recommended(points)
+    assert best is not None
+    assert best.capacity_blocks == 1
+
+
+def test_a_size_that_saves_too_little_is_not_recommended_for_its_gain():
+    sizes = {100: 0.0, 110: 0.02, 200: 0.031}
+    points = [CurvePoint(size, outcome(ratio)) for size, ratio in sizes.items()]
+    best = recommended(points)
+    assert best is not None
+    assert best.capacity_blocks == 200
+
+
 @pytest.mark.parametrize(
     "options", [{"capacities": [0]}, {"policies": ["mru"]}], ids=["capacity", "policy"]
 )
