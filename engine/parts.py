@@ -53,6 +53,8 @@ def build_parts(
     config: EngineConfig, loaded: LoadedModel, on_event: Callable[[], None]
 ) -> tuple[BlockStore, ModelRunner]:
     """The store and the runner that shares its device pool; the caller's thread owns both."""
+    if loaded.device.type == "cuda":
+        torch.cuda.set_device(loaded.device)  # this thread's, where Triton starts kernels
     store_config = _store_config(config, loaded)
     namespace = namespace_id(loaded.identity)
     pool, copier, tensor = _device_pool(config, loaded)

@@ -4,6 +4,7 @@ Does not know where models come from (``engine.model.source``), nor how they are
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -124,7 +125,7 @@ def load_model(
         raise ConfigError(f"dtype: expected auto, {', '.join(ITEMSIZE)}, got {dtype!r}")
     torch_device = _device(device)
     source = resolve_model(model, revision=revision)
-    with quiet_transformers():
+    with quiet_transformers(), _current(torch_device):
         loaded_tokenizer = (
             None if skip_tokenizer_init else _load_tokenizer(source, tokenizer, trust_remote_code)
         )
@@ -241,7 +242,14 @@ def _device(name: str) -> torch.device:
         raise ConfigError(f"device: expected auto, cpu, cuda or cuda:N, got {name!r}") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device: {name} was asked for, but torch finds no CUDA device; use cpu")
+    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        raise ConfigError(f"device: {name} was asked for, but the last one is cuda:{count - 1}")
     return device
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton starts kernels on the thread's current device, wherever their tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _load_weights(source: ModelSource, dtype: str, trust_remote_code: bool) -> Any:

@@ -1,4 +1,6 @@
 import shutil
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -15,6 +17,9 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from engine import parts
+from engine.config import EngineConfig
+from engine.model import loader
 from engine.model.loader import load_model, prepare_model
 from engine.model.source import resolve_model
 from engine.runner.attention import PAGED
@@ -194,6 +199,48 @@ def test_a_wrong_setting_is_refused_by_name(directory, setting, message):
 def test_a_device_that_is_not_there_is_refused(directory):
     with pytest.raises(ConfigError, match=r"^device: cuda was asked for, but torch finds no CUDA"):
         load_model(directory, device="cuda")
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+def test_a_gpu_beyond_the_last_is_refused(directory, two_gpus):
+    with pytest.raises(ConfigError, match=r"^device: cuda:2 was asked for, but the last .* cuda:1"):
+        load_model(str(directory), device="cuda:2")
+
+
+def test_the_gpu_that_was_asked_for_is_current_for_the_kernels(directory, two_gpus, monkeypatch):
+    """Triton would have started them on the first one, with the addresses of another."""
+    current = []
+    second = torch.device("cuda:1")
+
+    @contextmanager
+    def device(chosen):
+        current.append(chosen)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(loader, "_load_weights", lambda *_: torch.nn.Module())
+    monkeypatch.setattr(torch.nn.Module, "to", lambda module, _: module)
+    monkeypatch.setattr(loader, "prepare_model", lambda *_, **__: list(current))
+    assert load_model(str(directory), device="cuda:1", skip_tokenizer_init=True) == [second]
+    assert current == []
+
+    # The step thread's own.
+
+    def no_room(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(parts, "_device_pool", no_room)
+    loaded = SimpleNamespace(device=second, fixed_shapes=None, identity={})
+    with pytest.raises(MemoryError):
+        parts.build_parts(EngineConfig(), loaded, lambda: None)
+    assert current == [second]
 
 
 @pytest.mark.parametrize("length", [8, 9, 24])
