@@ -31,8 +31,10 @@ from harness import Record, alternate, main, paired_ratio, say, summarize
 from kvstore.block import BlockRef, BlockWrite, PutOutcome
 from kvstore.config import DiskConfig
 from kvstore.disk import DiskStore
-from kvstore.disk.offline import evict, export_documents, verify
-from kvstore.disk.offline import summarize as summarize_cache
+from kvstore.disk.offline.carry import export_documents
+from kvstore.disk.offline.evict import evict
+from kvstore.disk.offline.summary import summarize as summarize_cache
+from kvstore.disk.offline.verify import verify
 from kvstore.hashing import chain_refs, chain_seed, encode_tokens, namespace_id
 
 GOALS = {"put": 0.8, "churn": None, "get": 0.7, "cold": 0.7, "open": 20.0, "inspect": 1000.0}

@@ -7,7 +7,7 @@ from typing import Any
 from engine.core import EngineCore
 from engine.model.loader import LoadedModel
 from kvstore.block import TierName
-from kvstore.disk.browse import Browser
+from kvstore.disk.offline.browse import Browser
 from kvstore.disk.slices import reading
 from kvstore.errors import KVStoreError
 from kvstore.hashing import encode_tokens

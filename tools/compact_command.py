@@ -10,7 +10,7 @@ from tools.terminal import progress_bar
 
 
 def _compact(directory: str, yes: bool, as_json: bool) -> int:
-    from kvstore.disk.offline import compact as compact_directory
+    from kvstore.disk.offline.compact import compact as compact_directory
 
     with progress_bar("compacting") as advance:
         sizes = compact_directory(directory, progress=advance)

@@ -34,7 +34,8 @@ def _evict(
     as_json: bool,
     **conditions: Any,
 ) -> int:
-    from kvstore.disk.offline import compact, evict, require_alone
+    from kvstore.disk.offline.compact import compact, require_alone
+    from kvstore.disk.offline.evict import evict
 
     if all(value is None for value in conditions.values()):
         raise ConfigError(

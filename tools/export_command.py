@@ -26,7 +26,7 @@ def _export(
     yes: bool,
     as_json: bool,
 ) -> int:
-    from kvstore.disk.offline import export_documents
+    from kvstore.disk.offline.carry import export_documents
 
     is_stream = file == "-"
     if is_stream and sys.stdout.isatty():

@@ -12,7 +12,7 @@ from tools.terminal import progress_bar, say
 
 
 def _import(directory: str, file: str, capacity_bytes: int | None, yes: bool, as_json: bool) -> int:
-    from kvstore.disk.offline import import_documents
+    from kvstore.disk.offline.carry import import_documents
 
     is_stream = file == "-"
     if is_stream and sys.stdin.isatty():

@@ -45,7 +45,7 @@ def _inspect(
         show = views.show_pins if is_pins else views.show_documents
         show = views.show_tree if is_tree else show
         return show(directory, namespace, reader, as_json=as_json)
-    from kvstore.disk.look import survey
+    from kvstore.disk.offline.look import survey
 
     found = survey(directory)
     click.echo(json_text(found) if as_json else _describe(found))

@@ -30,7 +30,7 @@ _NAMES = {
 
 
 def show_tree(directory: str, namespace: str | None, reader: Reader, *, as_json: bool) -> int:
-    from kvstore.disk.branches import branches
+    from kvstore.disk.offline.branches import branches
 
     def describe(row: dict[str, Any]) -> str:
         return f"{'  ' * row['level']}{row['key'][:12]}  {_extent(row)}  {_facts(row)}{_marks(row)}"
@@ -39,7 +39,7 @@ def show_tree(directory: str, namespace: str | None, reader: Reader, *, as_json:
 
 
 def show_documents(directory: str, namespace: str | None, reader: Reader, *, as_json: bool) -> int:
-    from kvstore.disk.branches import documents
+    from kvstore.disk.offline.branches import documents
 
     def describe(row: dict[str, Any]) -> str:
         own = "" if row["own_blocks"] == row["blocks"] else f" ({row['own_blocks']:,} its own)"
@@ -49,7 +49,7 @@ def show_documents(directory: str, namespace: str | None, reader: Reader, *, as_
 
 
 def show_pins(directory: str, namespace: str | None, reader: Reader, *, as_json: bool) -> int:
-    from kvstore.disk.unpin import pinned
+    from kvstore.disk.offline.unpin import pinned
 
     def describe(row: dict[str, Any]) -> str:
         return (
@@ -84,8 +84,8 @@ def _show(
     *,
     as_json: bool,
 ) -> int:
-    from kvstore.disk.browse import Browser
-    from kvstore.disk.selection import matching_namespaces
+    from kvstore.disk.offline.browse import Browser
+    from kvstore.disk.offline.selection import matching_namespaces
     from kvstore.disk.slices import reading
 
     path = str(expand_home(directory).absolute())
@@ -104,7 +104,7 @@ def _show(
 
 
 def _row(found: Any, known: Mapping[bytes, Mapping[str, Any]], reader: Reader) -> dict[str, Any]:
-    """A record of ``kvstore.disk.branches`` as JSON has it, with texts."""
+    """A record of ``kvstore.disk.offline.branches`` as JSON has it, with texts."""
     values = {field.name: getattr(found, field.name) for field in fields(found)}
     description = known.get(values["namespace"], {})
     row: dict[str, Any] = {
@@ -150,7 +150,7 @@ def _write_lines(rows: Iterable[dict[str, Any]], describe: Any) -> bool:
 
 
 def show_block(directory: str, prefix: str, reader: Reader, *, as_json: bool) -> int:
-    from kvstore.disk.look import block
+    from kvstore.disk.offline.look import block
 
     found, description = block(directory, prefix)
     found["text"] = reader.read(description, found["token_ids"])

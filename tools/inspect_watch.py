@@ -23,8 +23,8 @@ Look = dict[str, Any]
 
 def watch(directory: str, *, interval: float, count: int | None, as_json: bool) -> int:
     """Look every ``interval`` seconds, ``count`` times or until Ctrl-C."""
-    from kvstore.disk.look import Engines
-    from kvstore.disk.offline import summarize
+    from kvstore.disk.offline.look import Engines
+    from kvstore.disk.offline.summary import summarize
 
     names = {each["id"]: each["model"] for each in summarize(directory)["namespaces"]}
     before: dict[tuple[int, str], Look] = {}

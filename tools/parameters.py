@@ -81,7 +81,7 @@ class Namespace(click.ParamType):
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        from kvstore.disk.offline import summarize
+        from kvstore.disk.offline.summary import summarize
         from kvstore.errors import KVStoreError
 
         # An option that still waits for its value keeps click from placing the arguments.

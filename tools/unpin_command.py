@@ -23,7 +23,7 @@ def _unpin(
     yes: bool,
     as_json: bool,
 ) -> int:
-    from kvstore.disk.offline import unpin as unpin_directory
+    from kvstore.disk.offline.unpin import unpin as unpin_directory
 
     meant = {"document": document, "namespace": namespace}
     if not is_all and not any(meant.values()):

@@ -14,7 +14,7 @@ _SHOWN = 10  # bad blocks that are listed for people; --json has them all
 
 
 def _verify(directory: str, fix: bool, dry_run: bool, as_json: bool) -> int:
-    from kvstore.disk.offline import verify as verify_directory
+    from kvstore.disk.offline.verify import verify as verify_directory
 
     with progress_bar("verifying") as advance:
         report = verify_directory(directory, fix=fix and not dry_run, progress=advance)

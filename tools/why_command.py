@@ -26,7 +26,7 @@ def _why(
 ) -> int:
     from engine.model.offline import OfflineModel
     from engine.text.document_file import read_document
-    from kvstore.disk.browse import Browser
+    from kvstore.disk.offline.browse import Browser
     from kvstore.disk.slices import existing, reading
 
     existing(directory)

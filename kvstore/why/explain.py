@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvstore.costs.cost import LoadDecision, LoadReason
-from kvstore.disk.browse import Browser
+from kvstore.disk.offline.browse import Browser
 from kvstore.hashing import (
     chain_blocks,
     chain_seed,

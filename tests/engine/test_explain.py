@@ -10,8 +10,8 @@ from engine.model.offline import OfflineModel, document_tokens, prompt_tokens
 from engine.text.document_prompt import template_parts
 from engine.text.tokenizer_file import keep_tokenizer, read_tokenizer
 from kvstore.costs.cost import LoadDecision, LoadReason
-from kvstore.disk.browse import Browser
-from kvstore.disk.look import Engines
+from kvstore.disk.offline.browse import Browser
+from kvstore.disk.offline.look import Engines
 from kvstore.disk.slices import reading
 from kvstore.errors import ConfigError
 from kvstore.hashing import namespace_id

@@ -80,7 +80,7 @@ def test_only_the_owner_reads_an_export_and_a_failed_one_leaves_nothing(run, cac
 
 KILLED_AT_ITS_END = """
 import os, signal, sys
-from kvstore.disk import carry
+from kvstore.disk.offline import carry
 carry.write_end = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 carry.export_documents(sys.argv[1], sys.argv[2])
 """

@@ -72,7 +72,7 @@ def test_in_the_middle_of_a_pass(full_cache, monkeypatch, module, arguments):
 
         yield look
 
-    monkeypatch.setattr("kvstore.disk.compact._CHUNK_BYTES", 1 << 16)
+    monkeypatch.setattr("kvstore.disk.offline.compact._CHUNK_BYTES", 1 << 16)
     monkeypatch.setattr(module, "progress_bar", pressed_at_the_second_look)
     result = run_here(*(argument.format(full_cache) for argument in arguments))
     assert (result.returncode, result.stdout) == (130, "")

@@ -15,7 +15,7 @@ from disk_case import Blocks, data_file, in_fork, problems_on_disk
 
 from kvstore.block import BlockRef, PutOutcome
 from kvstore.disk import DiskStore
-from kvstore.disk.offline import verify
+from kvstore.disk.offline.verify import verify
 from kvstore.errors import BlockMissingError, CorruptBlockError, TierBrokenError
 
 FINE, WRONG_BYTES, OFF = 0, 3, 4

@@ -10,7 +10,8 @@ from disk_case import Child, damage_payload, problems_on_disk
 
 from kvstore.block import PutOutcome
 from kvstore.disk import open_disk
-from kvstore.disk.offline import export_documents, import_documents, summarize
+from kvstore.disk.offline.carry import export_documents, import_documents
+from kvstore.disk.offline.summary import summarize
 from kvstore.errors import ConfigError
 
 STORED, PRESENT, _, FULL = PutOutcome

@@ -22,16 +22,12 @@ from disk_case import (
 
 from kvstore.block import BlockRef, PutOutcome, Removal
 from kvstore.disk import DiskStore
-from kvstore.disk.offline import (
-    compact,
-    evict,
-    export_documents,
-    import_documents,
-    list_blocks,
-    summarize,
-    unpin,
-    verify,
-)
+from kvstore.disk.offline.carry import export_documents, import_documents
+from kvstore.disk.offline.compact import compact
+from kvstore.disk.offline.evict import evict
+from kvstore.disk.offline.summary import list_blocks, summarize
+from kvstore.disk.offline.unpin import unpin
+from kvstore.disk.offline.verify import verify
 from kvstore.errors import CapacityError, CorruptBlockError, TierBrokenError
 
 CAPACITY = 2 << 20

@@ -431,7 +431,7 @@ def test_payload_may_be_any_buffer(store: DiskStore, blocks: Blocks) -> None:
 
 
 def test_namespace_registered_twice_is_there_once(store: DiskStore, directory: Path) -> None:
-    from kvstore.disk.offline import summarize
+    from kvstore.disk.offline.summary import summarize
 
     store.register_namespace(NAMESPACE, IDENTITY)
     store.register_namespace(NAMESPACE, IDENTITY)

@@ -7,7 +7,7 @@ import pytest
 from kvstore.block import BlockWrite
 from kvstore.costs.cost import LoadDecision, LoadReason
 from kvstore.disk import DiskStore
-from kvstore.disk.browse import Browser
+from kvstore.disk.offline.browse import Browser
 from kvstore.disk.slices import reading
 from kvstore.hashing import chain_refs, chain_seed, encode_tokens, namespace_id, salt_digest
 from kvstore.why.dates import find_dates

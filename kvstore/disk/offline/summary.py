@@ -1,9 +1,4 @@
-"""What the command calls: look at a cache and tend it, beside a running engine or without one.
-
-Reads run in slices of at most 1,000 records or 50 ms, resumed by key, so that they never keep LMDB
-from reusing pages for long; what changes while they run is seen or not. Nothing here loads a model
-or imports torch.
-"""
+"""A cache in numbers: what it holds all together, and each of its blocks."""
 
 import time
 from collections import Counter
@@ -15,29 +10,12 @@ import numpy as np
 
 from kvstore.config import expand_home
 from kvstore.disk import pins, places, schema
-from kvstore.disk.carry import export_documents, import_documents
-from kvstore.disk.compact import compact, require_alone
 from kvstore.disk.environment import Environment
-from kvstore.disk.evict import evict
+from kvstore.disk.offline.selection import matching_namespaces
 from kvstore.disk.schema import Head, Record, SealError, Usage
-from kvstore.disk.selection import matching_namespaces
 from kvstore.disk.slices import reading, slices
 from kvstore.disk.structure import DATA_FILE
-from kvstore.disk.unpin import unpin
-from kvstore.disk.verify import verify
 from kvstore.errors import TierBrokenError
-
-__all__ = [
-    "compact",
-    "evict",
-    "export_documents",
-    "import_documents",
-    "list_blocks",
-    "require_alone",
-    "summarize",
-    "unpin",
-    "verify",
-]
 
 _SHOWN = ("model", "dtype", "block_size", "num_layers", "num_kv_heads", "head_dim")
 

@@ -8,8 +8,8 @@ import pytest
 from kvstore.block import BlockWrite, PutOutcome
 from kvstore.disk import DiskStore
 from kvstore.disk.attach import MAX_PUBLISHED_BYTES, Attachment
-from kvstore.disk.branches import HEAD_TOKENS, branches, documents
-from kvstore.disk.look import Engines, block, survey
+from kvstore.disk.offline.branches import HEAD_TOKENS, branches, documents
+from kvstore.disk.offline.look import Engines, block, survey
 from kvstore.disk.slices import reading
 from kvstore.errors import ConfigError
 from kvstore.hashing import chain_refs, chain_seed, encode_tokens, namespace_id, salt_digest

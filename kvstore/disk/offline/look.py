@@ -18,9 +18,9 @@ import numpy as np
 from kvstore.disk import schema
 from kvstore.disk.attach import ATTACH_FILE, Attachment
 from kvstore.disk.environment import Environment
-from kvstore.disk.offline import summarize
+from kvstore.disk.offline.selection import find_block
+from kvstore.disk.offline.summary import summarize
 from kvstore.disk.schema import SealError
-from kvstore.disk.selection import find_block
 from kvstore.disk.slices import existing, reading, slices
 from kvstore.errors import ConfigError
 

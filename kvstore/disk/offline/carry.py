@@ -17,7 +17,9 @@ from typing import IO, Any
 
 from kvstore.block import PutOutcome
 from kvstore.disk import schema
-from kvstore.disk.archive import (
+from kvstore.disk.environment import Environment, State
+from kvstore.disk.ledger import Prepared
+from kvstore.disk.offline.archive import (
     ForeignError,
     Namespace,
     RefusedError,
@@ -29,11 +31,9 @@ from kvstore.disk.archive import (
     write_namespace,
     write_start,
 )
-from kvstore.disk.environment import Environment, State
-from kvstore.disk.ledger import Prepared
+from kvstore.disk.offline.selection import ancestors, find_block, matching_namespaces
 from kvstore.disk.places import TEMPORARY_MARK
 from kvstore.disk.schema import Head, SealError
-from kvstore.disk.selection import ancestors, find_block, matching_namespaces
 from kvstore.disk.slices import reading
 from kvstore.disk.store import DiskStore, open_for_change
 from kvstore.disk.tree import Visit, walk_tree

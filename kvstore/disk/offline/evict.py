@@ -15,8 +15,7 @@ from typing import Any
 
 from kvstore.disk import schema
 from kvstore.disk.environment import Environment
-from kvstore.disk.schema import Head
-from kvstore.disk.selection import (
+from kvstore.disk.offline.selection import (
     Chosen,
     Conditions,
     choose,
@@ -24,6 +23,7 @@ from kvstore.disk.selection import (
     matching_namespaces,
     order_to_free,
 )
+from kvstore.disk.schema import Head
 from kvstore.disk.slices import existing, is_empty, reading
 from kvstore.disk.store import open_for_change
 from kvstore.errors import ConfigError

@@ -28,15 +28,11 @@ from disk_case import (
 
 from kvstore.block import PutOutcome
 from kvstore.disk import DiskStore, schema, slices
-from kvstore.disk.offline import (
-    compact,
-    evict,
-    export_documents,
-    import_documents,
-    list_blocks,
-    summarize,
-    verify,
-)
+from kvstore.disk.offline.carry import export_documents, import_documents
+from kvstore.disk.offline.compact import compact
+from kvstore.disk.offline.evict import evict
+from kvstore.disk.offline.summary import list_blocks, summarize
+from kvstore.disk.offline.verify import verify
 from kvstore.errors import (
     CapacityError,
     ConfigError,
@@ -538,7 +534,7 @@ def test_an_export_that_finds_no_room_names_its_file_and_leaves_nothing(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     DiskStore.open(directory, capacity_bytes=8 << 20).close()
-    monkeypatch.setattr("kvstore.disk.carry.write_end", fail)
+    monkeypatch.setattr("kvstore.disk.offline.carry.write_end", fail)
     with pytest.raises(CapacityError, match=r"full\.kv: cannot be written: No space left"):
         export_documents(directory, tmp_path / "full.kv")
     assert not list(tmp_path.glob("full.kv*"))
@@ -555,7 +551,7 @@ def test_an_interrupted_export_writes_nothing_more_into_its_pipe(
         os.close(reader)  # whatever is written from here on is an error
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvstore.disk.carry.write_block", interrupt)
+    monkeypatch.setattr("kvstore.disk.offline.carry.write_block", interrupt)
     with pytest.raises(KeyboardInterrupt):  # the namespace's name is in the buffer
         export_documents(directory, tmp_path / "pipe")
 
@@ -638,9 +634,9 @@ def test_memory_does_not_grow_with_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slices, "SLICE_RECORDS", 20)
-    monkeypatch.setattr("kvstore.disk.evict._SLICE", 20)
-    monkeypatch.setattr("kvstore.disk.evict._MAX_LISTED", 2)
-    monkeypatch.setattr("kvstore.disk.carry._GROUP_BYTES", 20_000)
+    monkeypatch.setattr("kvstore.disk.offline.evict._SLICE", 20)
+    monkeypatch.setattr("kvstore.disk.offline.evict._MAX_LISTED", 2)
+    monkeypatch.setattr("kvstore.disk.offline.carry._GROUP_BYTES", 20_000)
     peaks: dict[str, list[int]] = {}
     for num_documents in (20, 200):
         directory, blocks = tmp_path / str(num_documents), Blocks(payload_bytes=1000)
@@ -670,8 +666,10 @@ def test_a_writer_beside_it_never_finds_the_map_full(
     name: str,
 ) -> None:
     """A reader that stays open keeps freed pages from being used, and a small map is full soon."""
-    monkeypatch.setattr("kvstore.disk.verify._NUM_THREADS", 1)  # so that it is its turn, or ours
-    monkeypatch.setattr("kvstore.disk.verify._BATCH", 3)
+    monkeypatch.setattr(
+        "kvstore.disk.offline.verify._NUM_THREADS", 1
+    )  # so that it is its turn, or ours
+    monkeypatch.setattr("kvstore.disk.offline.verify._BATCH", 3)
     store = DiskStore.open(directory, capacity_bytes=4 << 20)
     outcomes = []
 

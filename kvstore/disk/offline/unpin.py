@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.disk import pins
-from kvstore.disk.branches import HEAD_TOKENS, token_ids_of
 from kvstore.disk.environment import Environment
+from kvstore.disk.offline.branches import HEAD_TOKENS, token_ids_of
+from kvstore.disk.offline.selection import ancestors, find_block, matching_namespaces, read_visit
 from kvstore.disk.schema import SealError
-from kvstore.disk.selection import ancestors, find_block, matching_namespaces, read_visit
 from kvstore.disk.slices import existing, reading
 from kvstore.disk.store import open_for_change
 from kvstore.errors import TierBrokenError
