@@ -66,6 +66,7 @@ def _plan(
         check_picture(Path(plot))
     capacities = None if capacity_blocks is None else _numbers(capacity_blocks)
     encode = None if tokenizer is None else _encoder(tokenizer)
+    policies = _words(policy, "--policy")
     batches = read_trace(trace, format=trace_format, block_tokens=block_size, encode=encode)
     first, batches = _peek(batches)
     hardware = _hardware(settings)
@@ -75,8 +76,8 @@ def _plan(
     plan = make_plan(
         batches,
         capacities=capacities,
-        policies=list(dict.fromkeys(_words(policy))),
-        setups=list(_setups(settings, _words(policy), block_bytes)),
+        policies=policies,
+        setups=list(_setups(settings, policies, block_bytes)),
         hardware=hardware,
         tier=TierName(tier),
         sampler=sampler,
@@ -103,13 +104,17 @@ def _peek(
     return first, batches if first is None else chain([first], batches)
 
 
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
+def _words(text: str, flag: str) -> list[str]:
+    """The different ones, in the order given."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words:
+        raise click.UsageError(f"{flag}: expected at least one value, got {text!r}")
+    return list(dict.fromkeys(words))
 
 
 def _numbers(text: str) -> list[int]:
     try:
-        numbers = [int(word.replace("_", "")) for word in _words(text)]
+        numbers = [int(word.replace("_", "")) for word in _words(text, "--capacity-blocks")]
     except ValueError:
         numbers = [-1]
     if not all(0 <= number <= _MOST_BLOCKS for number in numbers):
@@ -153,13 +158,15 @@ def _setups(
 ) -> Iterator[CacheSetup]:
     """Every combination of the sizes, policies and write policies that were given."""
     given = {name: settings[name] for name in _SIZES}
-    if not any(given.values()):
+    write_policies = _words(settings["write_policy"], "--write-policy")
+    if all(text is None for text in given.values()):
         return
     if given["device_cache"] is None:
         raise click.UsageError(f"a split over tiers needs {_SIZES['device_cache']}, too")
     sizes = []
     for name, text in given.items():
-        asked = [(parse_size(word, _SIZES[name]), word) for word in _words(text or "0")]
+        words = ["0"] if text is None else _words(text, _SIZES[name])
+        asked = [(parse_size(word, _SIZES[name]), word) for word in words]
         for num_bytes, word in asked:
             if num_bytes > _MOST_BLOCKS * block_bytes:
                 raise click.UsageError(
@@ -171,8 +178,8 @@ def _setups(
                     f"{_SIZES[name]} {word}: smaller than a block, which has {block_bytes:,} bytes"
                 )
         sizes.append([num_bytes // block_bytes for num_bytes, _ in asked])
-    for policy in dict.fromkeys(policies):
-        for write_policy in _words(settings["write_policy"]):
+    for policy in policies:
+        for write_policy in write_policies:
             for device, host, disk in product(*sizes):
                 yield CacheSetup(device, host, disk, policy, write_policy)
 
