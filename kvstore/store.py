@@ -353,8 +353,13 @@ class BlockStore:
 
     def flush(self, timeout: float | None = None) -> bool:
         """Write every dirty block to disk; False when time ran out first."""
+
+        def is_done() -> bool:
+            self.urge()  # again: blocks that disk has been cleared of meanwhile are dirty anew
+            return self.is_clean
+
         self.urge()
-        return self._run_until(lambda: self.is_clean, timeout)
+        return self._run_until(is_done, timeout)
 
     def close(self, timeout: float | None = None) -> None:
         """Flush within ``timeout`` seconds, ``write_bytes_per_s`` or not, then end the threads and

@@ -100,6 +100,7 @@ class WriteBehind:
         self._urgent_before = max([self._urgent_before, *(since[slot] for slot in slots)])
 
     def urge_all(self) -> None:
+        """Write every dirty block now, also what becomes dirty before this is idle."""
         self._urgent_before = math.inf
 
     def may_have_parent(self, slot: int) -> bool:
@@ -133,8 +134,8 @@ class WriteBehind:
     def pump(self) -> None:
         """Start writing the next group if one is due."""
         if not self._index.dirty:
-            self._urgent_before = -math.inf
             if not self._num_in_flight:
+                self._urgent_before = -math.inf
                 self._rewrites.clear()  # of blocks that left memory meanwhile
             return
         if self._num_in_flight or self._backing.is_checking:

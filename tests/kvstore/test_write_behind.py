@@ -287,3 +287,28 @@ def test_closing_waits_for_the_check_of_the_disk_and_then_writes(
     second.store.close()
     lookup = make().look_up(document(2, 2) + END)
     assert lookup.sources == [TierName.DISK] * 2
+
+
+def test_what_is_dirty_again_while_everything_is_written_is_written_too(make_engine):
+    """Clearing disk makes what memory holds dirty: with write_back nothing else would write it, and
+    a flush without a time limit waited for ever."""
+    disk = FaultyDisk(MemoryDisk())
+    engine = make_engine(disk=disk, config=StoreConfig(write_policy="write_back"))
+    store, kept = engine.store, []
+    engine.run([1] * 8 + [9])
+    disk.held = frozenset({"write"})
+    store.urge()
+    store.poll()  # all that is dirty is under way
+    store.clear_disk("", kept.append)
+    while not kept:
+        store.poll()
+    disk.held = frozenset({"clear"})
+    assert store.run_until_idle(10.0)
+    assert store.is_clean
+    assert len(disk.inner.blocks) == 2
+    store.clear_disk("", kept.append)
+    store.urge()
+    store.poll()  # nothing is dirty yet
+    disk.held = frozenset()
+    assert store.flush(10.0)
+    assert len(disk.inner.blocks) == 2
