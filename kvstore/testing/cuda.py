@@ -34,6 +34,7 @@ class FakeCudaRuntime:
     seed                of the order in which streams get to run
     max_locked_bytes    registrations beyond it fail, as with a limit on locked memory
     runs_when_queried   each query lets one piece of work run; else only ``run`` does
+    failures            what submitted work has raised: whichever thread let it run is not to blame
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class FakeCudaRuntime:
         self.locked: dict[int, int] = {}  # address → bytes
         self.max_locked_bytes = max_locked_bytes
         self.runs_when_queried = runs_when_queried
+        self.failures: list[AssertionError] = []
         self.error: RuntimeError | None = None  # raised by every query: the device broke
         self.num_copies = 0  # pieces submitted
         self.num_events = 0  # recorded
@@ -71,8 +73,15 @@ class FakeCudaRuntime:
 
     def submit(self, work: Callable[[], object]) -> None:
         """Work of the owner: a kernel on its stream."""
+
+        def run() -> None:
+            try:
+                work()
+            except AssertionError as error:
+                self.failures.append(error)
+
         with self._lock:
-            self.compute.work.append(work)
+            self.compute.work.append(run)
 
     # ---- CudaRuntime ---------------------------------------------------------------------------
 

@@ -43,8 +43,8 @@ class MemoryDisk:
     _watcher: Callable[[Sequence[RemovedBlock]], None] = lambda removed: None
 
     async def probe(self, refs: Sequence[BlockRef]) -> list[DiskEntry]:
-        found = []
-        for ref in refs:
+        found: list[DiskEntry] = []
+        for ref in () if self.is_checking else refs:
             held, payload = self.blocks.get(ref.key, (None, b""))
             if held != ref or ref.key not in self._checksums:
                 break
@@ -67,7 +67,7 @@ class MemoryDisk:
     def _read(self, read: BlockRead) -> KVStoreError | None:
         self.num_reads += 1
         key = read.ref.key
-        if key not in self.blocks or key not in self._checksums:
+        if self.is_checking or key not in self.blocks or key not in self._checksums:
             return BlockMissingError("the block is not on disk")
         payload = self.blocks[key][1]
         if crc32(payload) != self._checksums[key]:
@@ -81,6 +81,8 @@ class MemoryDisk:
 
     def _write(self, write: BlockWrite) -> PutOutcome:
         ref = write.ref
+        if self.is_checking:
+            return PutOutcome.FULL
         if ref.key in self.blocks and ref.key in self._checksums:
             return PutOutcome.PRESENT
         if ref.depth and ref.parent not in self.blocks:
@@ -160,6 +162,14 @@ class MemoryDisk:
                 key = held[0].parent
         return found
 
+    def good(self) -> dict[bytes, tuple[BlockRef, bytes]]:
+        """Blocks whose bytes are those that were written: what may be served."""
+        return {
+            key: (ref, payload)
+            for key, (ref, payload) in list(self.blocks.items())
+            if crc32(payload) == self._checksums.get(key)
+        }
+
     def watch_removals(self, watcher: Callable[[Sequence[RemovedBlock]], None]) -> None:
         self._watcher = watcher
 
@@ -194,6 +204,8 @@ class FaultyDisk:
     fail_reads    called with each block; an error it returns takes the place of the bytes
     is_broken     every operation raises ``TierBrokenError``
     is_held       operations wait until it is false again: a slow disk whose end a test decides
+    held          the same for operations of these names alone: others pass them by
+    meanwhile     called on the loop with the blocks of a read or a write, just before it happens
     delay_s       added to every operation
     bytes_per_s   limits reads and writes
     sleep         passes the time of delays; one that only moves a fake clock makes tests exact
@@ -204,6 +216,8 @@ class FaultyDisk:
         self.fail_reads: Callable[[BlockRef], KVStoreError | None] = lambda ref: None
         self.is_broken = False
         self.is_held = False
+        self.held: frozenset[str] = frozenset()
+        self.meanwhile: Callable[[Sequence[BlockRef]], None] = lambda refs: None
         self.delay_s = 0.0
         self.bytes_per_s = float("inf")
         self.sleep: Callable[[float], Awaitable[object]] = asyncio.sleep
@@ -213,11 +227,12 @@ class FaultyDisk:
         return self.inner.is_checking
 
     async def probe(self, refs: Sequence[BlockRef]) -> list[DiskEntry]:
-        await self._pass(0)
+        await self._pass("probe", 0)
         return await self.inner.probe(refs)
 
     async def read(self, reads: Sequence[BlockRead]) -> list[KVStoreError | None]:
-        await self._pass(sum(len(read.dst) for read in reads))
+        await self._pass("read", sum(len(read.dst) for read in reads))
+        self.meanwhile([read.ref for read in reads])
         failures = [self.fail_reads(read.ref) for read in reads]
         outcomes = iter(
             await self.inner.read(
@@ -227,43 +242,44 @@ class FaultyDisk:
         return [failed if failed is not None else next(outcomes) for failed in failures]
 
     async def write(self, writes: Sequence[BlockWrite]) -> list[PutOutcome]:
-        await self._pass(sum(len(write.payload) for write in writes))
+        await self._pass("write", sum(len(write.payload) for write in writes))
+        self.meanwhile([write.ref for write in writes])
         return await self.inner.write(writes)
 
     async def find(self, parent: bytes, keys: Sequence[bytes]) -> list[BlockRef]:
-        await self._pass(0)
+        await self._pass("find", 0)
         return await self.inner.find(parent, keys)
 
     async def children(self, parent: bytes) -> list[BlockRef]:
-        await self._pass(0)
+        await self._pass("children", 0)
         return await self.inner.children(parent)
 
     async def touch(self, keys: Sequence[bytes]) -> None:
-        await self._pass(0)
+        await self._pass("touch", 0)
         await self.inner.touch(keys)
 
     async def clear(self, seed: bytes) -> Removal:
-        await self._pass(0)
+        await self._pass("clear", 0)
         return await self.inner.clear(seed)
 
     async def forget(
         self, keys: Sequence[bytes], end: bytes, beginning: bytes, spared: Container[bytes]
     ) -> int:
-        await self._pass(0)
+        await self._pass("forget", 0)
         return await self.inner.forget(keys, end, beginning, spared)
 
     async def pin(
         self, keys: Sequence[bytes], ttl_s: float | None, hold: bytes = NAMELESS
     ) -> list[bytes]:
-        await self._pass(0)
+        await self._pass("pin", 0)
         return await self.inner.pin(keys, ttl_s, hold)
 
     async def release(self, key: bytes, hold: bytes) -> bool:
-        await self._pass(0)
+        await self._pass("release", 0)
         return await self.inner.release(key, hold)
 
     async def unpin(self, key: bytes) -> bool:
-        await self._pass(0)
+        await self._pass("unpin", 0)
         return await self.inner.unpin(key)
 
     def watch_removals(self, watcher: Callable[[Sequence[RemovedBlock]], None]) -> None:
@@ -278,8 +294,8 @@ class FaultyDisk:
     async def aclose(self) -> None:
         await self.inner.aclose()
 
-    async def _pass(self, num_bytes: int) -> None:
-        while self.is_held:  # noqa: ASYNC110 - set from another thread than the loop's
+    async def _pass(self, name: str, num_bytes: int) -> None:
+        while self.is_held or name in self.held:  # noqa: ASYNC110 - set from another thread than the loop's
             await asyncio.sleep(0.001)
         if self.is_broken:
             raise TierBrokenError("the disk is gone", tier="disk")

@@ -1,6 +1,7 @@
 """An engine without a model."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from hashlib import sha256
 from typing import Any
 
@@ -15,19 +16,31 @@ from kvstore.tiers.host import HostPool
 
 
 class FakeEngine:
-    """Plays the engine's part on a store in host memory: no model, but bytes that can be checked.
+    """Plays the engine's part on a store: no model, but bytes that can be checked.
 
-    Each position of a block holds a digest of all tokens up to it, as K and V depend on them. Every
-    position that a lease claims to have cached is compared with that.
+    Each position of a block holds a digest of all tokens up to it, as K and V depend on them, and
+    of the salt, for what one tenant has cached is no other's. Every position that a lease claims to
+    have cached is compared with that.
+
+    rows    the device's blocks as bytes [num_blocks, block_bytes], where that is no host pool
+    submit  has the device write or compare a block when it gets there; by default it is there
     """
 
-    def __init__(self, store: BlockStore) -> None:
-        assert isinstance(store.device, HostPool)
+    def __init__(
+        self,
+        store: BlockStore,
+        rows: npt.NDArray[np.uint8] | None = None,
+        submit: Callable[[Callable[[], object]], object] = lambda work: work(),
+    ) -> None:
+        if rows is None:
+            assert isinstance(store.device, HostPool)
+            rows = store.device.rows
         self.store = store
+        self._submit = submit
         self._block_size = store.layout.block_size
         runs = store.layout.num_layers * 2
         # [num_blocks, layers and K or V, position, bytes]
-        self._rows = store.device.rows.reshape(store.device.capacity, runs, self._block_size, -1)
+        self._rows = rows.reshape(store.device.capacity, runs, self._block_size, -1)
 
     def start(self, token_ids: Sequence[int], salt: str = "") -> Lease:
         """Look up and reserve until the lease is ready; waits for transfers.
@@ -79,7 +92,8 @@ class FakeEngine:
         if start is None:
             start = lease.num_cached_tokens(self._block_size)
         for at in range(start, len(token_ids)):
-            self._position(lease, at)[:] = self._content(token_ids, at)
+            content = self._content(lease.lookup.salt, token_ids, at)
+            self._submit(partial(np.copyto, self._position(lease, at), content))
         if commits:
             self.store.commit(lease, encode_tokens(token_ids), len(token_ids))
 
@@ -96,14 +110,37 @@ class FakeEngine:
     def check_content(self, lease: Lease, token_ids: Sequence[int]) -> None:
         """The lease's first positions hold what belongs to these tokens."""
         for at in range(len(token_ids)):
-            served = self._position(lease, at)
-            assert (served == self._content(token_ids, at)).all(), "a wrong block was served"
+            content = self._content(lease.lookup.salt, token_ids, at)
+            self._submit(partial(_compare, self._position(lease, at), content))
+
+    def payload(self, salt: bytes, token_ids: Sequence[int]) -> bytes:
+        """The bytes of the block that these tokens end with, wherever it lies.
+
+        salt  digest of the salt
+        """
+        ends = range(len(token_ids) - self._block_size, len(token_ids))
+        runs = [self._content(salt, token_ids, at) for at in ends]
+        return np.broadcast_to(np.stack(runs), self._rows.shape[1:]).tobytes()
+
+    def check_blocks(self, blocks: Mapping[int, bytes]) -> None:
+        """Blocks of the device, by id, hold these bytes."""
+
+        def compare() -> None:
+            for block_id, payload in blocks.items():
+                content = np.frombuffer(payload, np.uint8).reshape(self._rows.shape[1:])
+                _compare(self._rows[block_id], content)
+
+        self._submit(compare)
 
     def _position(self, lease: Lease, at: int) -> npt.NDArray[np.uint8]:
         """The bytes of one position, in all layers."""
         block, offset = divmod(at, self._block_size)
         return self._rows[lease.block_ids[block], :, offset]
 
-    def _content(self, token_ids: Sequence[int], at: int) -> npt.NDArray[np.uint8]:
-        digest = sha256(encode_tokens(token_ids[: at + 1])).digest()
+    def _content(self, salt: bytes, token_ids: Sequence[int], at: int) -> npt.NDArray[np.uint8]:
+        digest = sha256(salt + encode_tokens(token_ids[: at + 1])).digest()
         return np.resize(np.frombuffer(digest, np.uint8), self._rows.shape[-1])
+
+
+def _compare(served: npt.NDArray[np.uint8], content: npt.NDArray[np.uint8]) -> None:
+    assert (served == content).all(), "a wrong block was served"

@@ -11,7 +11,7 @@ import torch
 
 from kvstore.block import BlockLayout, TierName
 from kvstore.errors import KVStoreError, OutOfBlocksError
-from kvstore.hashing import encode_tokens, namespace_id
+from kvstore.hashing import namespace_id
 from kvstore.store import BlockStore
 from kvstore.testing import FakeEngine, MemoryDisk
 from kvstore.testing.cuda import FakeCudaRuntime, FakeEvent
@@ -441,35 +441,6 @@ def test_layer_groups_are_chosen_only_where_they_hide_a_tenth():
 # ---- the store on such a device -----------------------------------------------------------------
 
 
-class DeviceEngine(FakeEngine):
-    """A fake engine whose steps are work on the device: written and read when it gets there."""
-
-    def __init__(self, store, runtime):
-        self.store = store
-        self._runtime = runtime
-        self._rows = store.device.tensor.view(store.device.capacity, -1).view(torch.uint8).numpy()
-        self._block_size = store.layout.block_size
-
-    def compute(self, lease, token_ids):
-        for position in range(lease.num_cached, len(token_ids) // self._block_size):
-            self._submit(self._write, lease.block_ids[position], token_ids, position)
-        self.store.commit(lease, encode_tokens(token_ids), len(token_ids))
-
-    def check_cached(self, lease, token_ids):
-        for position in range(lease.num_cached):
-            self._submit(self._compare, lease.block_ids[position], token_ids, position)
-
-    def _submit(self, work, *arguments):
-        self._runtime.submit(lambda: work(*arguments))
-
-    def _write(self, block_id, token_ids, position):
-        self._rows[block_id] = self._content(token_ids, position)
-
-    def _compare(self, block_id, token_ids, position):
-        expected = self._content(token_ids, position)
-        assert (self._rows[block_id] == expected).all(), "a wrong block was served"
-
-
 @pytest.fixture
 def make_engine():
     engines = []
@@ -479,7 +450,8 @@ def make_engine():
         pool = CudaPool(device_blocks, layout, torch.device("cpu"))
         copier = CudaCopier(pool, runtime=runtime)
         store = BlockStore(layout, namespace_id({"m": "m"}), pool, copier=copier, **options)
-        engines.append((DeviceEngine(store, runtime), runtime))
+        rows = pool.tensor.view(device_blocks, -1).view(torch.uint8).numpy()
+        engines.append((FakeEngine(store, rows, runtime.submit), runtime))
         return engines[-1][0]
 
     yield make
@@ -488,6 +460,7 @@ def make_engine():
             engine.store.close(10.0)
         assert runtime.locked == {}, "host memory is still registered"
         runtime.run()
+        assert runtime.failures == []
 
 
 def prompt(*blocks):
