@@ -23,9 +23,8 @@ import statistics
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from types import MappingProxyType
 
 from harness import Record, main, paired_ratio, say, summarize
 from peers.client import Peer, start
@@ -174,7 +173,7 @@ def ttft(peers: dict[str, Peer], work: Workload, runs: int) -> Iterable[Record]:
 
 
 def decode(peers: dict[str, Peer], work: Workload, runs: int, count: int) -> Iterable[Record]:
-    yield from decode_case("decode, batch 8", 8, peers, work, runs, count, {"vllm": 0.65})
+    yield from decode_case("decode, batch 8", 8, peers, work, runs, count, goal=0.65)
     yield from decode_case("decode, batch 1", 1, peers, work, runs, count)
     with busy_core():
         name, runs, count = "decode, batch 8 beside a busy core", min(runs, 3), max(1, count // 4)
@@ -199,8 +198,9 @@ def decode_case(
     work: Workload,
     runs: int,
     count: int,
-    goals: Mapping[str, float] = MappingProxyType({}),
+    goal: float | None = None,
 ) -> Iterable[Record]:
+    """``goal``: least part of vLLM's rate."""
     prompts = work.short(batch)
     rates: dict[str, list[float]] = {name: [] for name in peers}
     cpu: dict[str, list[float]] = {name: [] for name in peers}
@@ -217,8 +217,7 @@ def decode_case(
             record = {"case": case, "system": name, "tokens_per_s": statistics.median(rates[name])}
             record |= {"step_s": summarize([batch / rate for rate in rates[name]])}
             yield record | {"cpu_s_per_step": statistics.median(cpu[name])}
-    both = {"vllm": None, "transformers": None}
-    yield from against(case, rates, both | dict(goals), "at least")
+    yield from against(case, rates, {"vllm": goal, "transformers": None}, "at least")
 
 
 def decode_rate(peer: Peer, prompts: list[list[int]], count: int) -> tuple[float, float]:

@@ -13,15 +13,10 @@ transformers does, because that is part of what a request pays there.
 """
 
 import copy
-import os
 import time
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
-
-from engine.runner.free_cores import spin_count
-
-os.environ.setdefault("GOMP_SPINCOUNT", spin_count())  # before torch reads it
 
 import harness
 import torch

@@ -20,6 +20,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+# Sets how threads of OpenMP wait, before torch is loaded; other systems' processes inherit it, and
+# transformers is fastest with it, too.
+import engine  # noqa: F401
+
 _ROOT = Path(__file__).parents[1]
 
 Record = dict[str, Any]

@@ -129,9 +129,9 @@ class AsyncLLM:
         cache = CacheOptions.of(salt_of(given, cache_salt))
 
         def make() -> list[Request]:
-            cut, asked = is_cut(sampling_params), given
+            asked = given
             if are_messages(given):
-                asked = self._llm._reader.read_messages(given, is_cut=cut)
+                asked = self._llm._reader.read_messages(given, is_cut=is_cut(sampling_params))
             return [self._request(asked, sampling_params, request_id, cache, False)]
 
         (output,) = await self._run(make)

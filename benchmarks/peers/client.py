@@ -17,8 +17,6 @@ from typing import Any
 
 from harness import say
 
-from engine.runner.free_cores import spin_count
-
 _HERE = Path(__file__).parent
 _ROOT = _HERE.parents[1]
 # Worker script and environment; None for this one.
@@ -150,8 +148,7 @@ def _python(name: str) -> str | None:
 def _environment(name: str) -> dict[str, str]:
     variables = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if name != "vllm":
-        # Ours sets it for itself, and transformers is fastest with it too.
-        return {"GOMP_SPINCOUNT": spin_count()} | variables | {"PYTHONPATH": str(_ROOT)}
+        return variables | {"PYTHONPATH": str(_ROOT)}
     cpus = sorted(os.sched_getaffinity(0))
     variables |= {
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cpus)),
